@@ -27,7 +27,6 @@ PACKAGES := common loaders pipeline strategies transforms
 GPU_PYTHON ?= python3.12
 NOTEBOOKS ?= $(wildcard notebooks/*.ipynb)
 NATIVE := loaders/native/libdrivetrain.so
-ALONE = $(shell grep -rl --include="test_*.py" "mark\.alone" tests)
 
 .PHONY: quickstart records records-camvid records-imagenette records-methods install test test-all quick same check bytecode lock wheel wheels release-check bench bench-peers fuzz libfuzzer gpu gpu-kit notebooks docs clean
 
@@ -68,10 +67,9 @@ test test-all quick: export OMP_WAIT_POLICY ?= PASSIVE
 # pytest keeps the rewritten assertions of the test files, which are a third of the time that collecting takes.
 test test-all quick: export PYTHONDONTWRITEBYTECODE =
 
-# Two tests at a time, because they spend most of their time importing torch; then those that must run alone.
+# Two tests at a time, because they spend most of their time importing torch; those that must run alone are slow, too.
 test: install check bytecode
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not alone"
-	$(BIN)/python -m pytest -m "alone and not slow and not gpu" $(ALONE)
 
 # Continues where it was stopped, until a file changes; KEEP=1 takes over what was known before the change.
 test-all: install check bytecode

@@ -129,11 +129,11 @@ def cost() -> Iterator[Cost]:
     found.megabytes = (most[0] - before) / 1e6
 
 
-def open_last(pattern: str, batch: int, ranks: int, indices: Any = None) -> FFCVLoader:
+def open_last(pattern: str, batch: int, ranks: int, **options: Any) -> FFCVLoader:
     """Return the loader of the last rank, with `batch` samples of each batch."""
     return FFCVLoader(
         pattern, batch_size=batch * ranks, image_size=SIDE, workers=1, dtype=torch.uint8, rank=ranks - 1,
-        world_size=ranks, crop="whole", batches_ahead=1, indices=indices,
+        world_size=ranks, crop="whole", batches_ahead=1, **options,
     )  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""Measure what it costs the ranks of a machine that a part of a large data set is held out, or its classes balanced.
+"""Measure what it costs the ranks of a machine that a part of a large data set is held out, or balanced, and what it
+costs to look at all labels, as at targets that are numbers.
 
     python benchmarks/selections.py [--rounds 3] [--most 100000000] [--ranks 10000] [--out …]
 
@@ -15,6 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import psutil
 from drivetrain.common.table import Table
@@ -23,9 +25,12 @@ from measuring import save, summarize
 from scale import SHARD, answer_of, compute_order, highest, open_last, write_shards
 
 BATCH = 8  # samples of a rank
-OPTIONS = {
-    "val_split=0.01": SampleOptions(val_split=0.01), "folds=5": SampleOptions(folds=5),
-    "balance='class'": SampleOptions(balance="class"),
+LABELS = "all labels"
+OPTIONS: dict[str, dict[str, Any]] = {
+    "val_split=0.01": {"indices": SampleOptions(val_split=0.01)}, "folds=5": {"indices": SampleOptions(folds=5)},
+    "balance='class'": {"indices": SampleOptions(balance="class")},
+    "balance='class', order='quasi_random'": {"indices": SampleOptions(balance="class"), "order": "quasi_random"},
+    LABELS: {},
 }  # fmt: skip
 
 
@@ -39,7 +44,9 @@ def inside(pattern: str, option: str, ranks: int) -> dict[str, float]:
 
     before, start = private(), perf_counter()
     with highest(private) as most:
-        loader = open_last(pattern, BATCH, ranks, OPTIONS[option])
+        loader = open_last(pattern, BATCH, ranks, **OPTIONS[option])
+        if option == LABELS:
+            assert loader.label_facts.finite
         opened = perf_counter()
         compute_order(loader, BATCH)
         ordered = perf_counter()

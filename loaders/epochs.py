@@ -19,7 +19,7 @@ from ..common.table import Table
 from .arguments import check_contents, require_pages
 from .beton.data_set import BetonFiles
 from .beton.image_modes import channels_text
-from .beton.reader import count_classes
+from .beton.labels import LabelFacts
 from .decode.moving import MovingTargets
 from .device import DeviceFeed
 from .image_size import ImageSize, size_text
@@ -39,13 +39,21 @@ from .order.batches import (
     marked,
     shares,
 )
-from .order.epoch import NEWEST, drawn, in_runs, mixed, shuffled, unshuffled
+from .order.epoch import NEWEST, drawn, in_runs, mixed, shuffled, spread, unshuffled
 from .sample_options import SampleOptions
 from .selection import Selection, check_indices, frequencies, select, selected, used_samples
 
 Batch = tuple[Any, ...]
 """Images `(B, 3, H, W)`, with `views` `(B, V, 3, H, W)` or a tuple of them; labels `(B,)`, `(B, K)` or, of masks,
 `(B, H, W)`; then the further fields requested by name."""
+
+
+def _in_place(samples: Samples) -> Samples:
+    """Return the samples in their order in the file. Those that are in it already, as most that ranks map, are not
+    copied."""
+    if isinstance(samples, np.ndarray) and (samples[1:] < samples[:-1]).any():
+        return np.sort(samples)
+    return samples
 
 
 class EpochLoader(ABC):
@@ -144,9 +152,19 @@ class EpochLoader(ABC):
         return self.beton.labels
 
     @property
+    def label_facts(self) -> LabelFacts:
+        """What is known of all labels.
+
+        Raises:
+            DataError: as `labels`.
+        """
+        return LabelFacts.of([self.labels]) if self.beton is None else self.beton.label_facts
+
+    @property
     def num_classes(self) -> int:
-        """Number of classes; see `count_classes`. Of masks without class names 0: it is not known."""
-        return len(self.classes) if self.has_masks or self.classes else count_classes([], self.labels)
+        """The number of the classes' names; without, see `LabelFacts.outputs`. Of masks without names 0: it is not
+        known."""
+        return len(self.classes) if self.has_masks or self.classes else self.label_facts.outputs
 
     @property
     def has_masks(self) -> bool:
@@ -279,18 +297,19 @@ class EpochLoader(ABC):
         return Shares(order, own.batch_size, self._last_of(order.count), own.rank, own.world_size)
 
     def _order(self, epoch: int) -> Order:
-        own = self.settings
+        own, near = self.settings, self._near
+        kept = _in_place(self._kept) if near else self._kept
         key = {"seed": own.seed, "epoch": epoch}
         if self.selected is not None and self.selected.line is not None:
             if self.order_version > 3:
-                given = drawn(self._kept, self.selected.line, **key, repeats=self.samples)
+                given = drawn(kept, self.selected.line, **key, repeats=self.samples, near=near)
             else:
                 given = unshuffled(self._by_weight(epoch))
         elif self._parts:
-            given = mixed(self._parts, self._weights, **key, samples=self.samples)
+            parts = [_in_place(part) for part in self._parts] if near else self._parts
+            given = (spread if near else mixed)(parts, self._weights, **key, samples=self.samples)
         else:
-            by_place = own.order == "quasi_random" and isinstance(self._kept, np.ndarray)
-            given = unshuffled(np.sort(self.kept) if by_place else self._kept)
+            given = unshuffled(kept)
         if own.order == "random":
             return shuffled(given, **key)
         if own.order == "quasi_random":
@@ -322,13 +341,19 @@ class EpochLoader(ABC):
 
     @property
     def order_version(self) -> int:
-        """The version in which this order has last changed: 4 of weights, 3 of quasi-random order, else 2; or that of
-        the state of a run that began with an older one. It is 1, by arrays of all samples, also for samples in shares
-        in quasi-random order, which are not in runs in the file."""
+        """The version in which this order has last changed: 4 of weights, 3 of quasi-random order, 5 of shares in it,
+        else 2; or that of the state of a run that began with an older one."""
         weighted = self._weights_of_samples is not None
-        if self.settings.order != "quasi_random":
+        if not self._near:
             return min(self._version, 4 if weighted else 2)
-        return 1 if weighted or self._parts else min(self._version, 3)
+        if weighted or self._parts:
+            return 5 if self._version > 4 else 1
+        return min(self._version, 3)
+
+    @property
+    def _near(self) -> bool:
+        """Whether the file is read in runs."""
+        return self.settings.order == "quasi_random"
 
     @property
     def indices(self) -> NDArray[np.int64]:
@@ -431,7 +456,7 @@ class EpochLoader(ABC):
     def selection(self, options: SampleOptions) -> Selection:
         """Return which of the data set's samples the options select."""
         if self.beton is not None:
-            return selected(options, self.beton)
+            return selected(options, self.beton, near=self._near)
         return select(options, self.samples, lambda: self.labels)
 
     def select(self, selection: Selection) -> None:

@@ -49,10 +49,11 @@ class SampleOptions(Config):
     balance: Annotated[Literal["class"] | PathText | Path | Sequence[float] | None, FILE, WEIGHTS, NONE, IN_WORDS] = (
         None
     )
-    """How often each sample is trained on: "class", so that each class has the same share of every epoch; or one weight
-    per sample of the training data, as a list, an array or a file (as `indices`), in proportion to which each is drawn:
-    in every epoch its share, rounded up or down, and over the epochs the share itself. An epoch has as many samples as
-    without it; a repeated sample has its own augmentation each time. None: once."""
+    """How often each sample is trained on: "class", so that each class has the same share of every epoch, in
+    quasi-random order only nearly; or one weight per sample of the training data, as a list, an array or a file (as
+    `indices`), in proportion to which each is drawn: in every epoch its share, rounded up or down, and over the epochs
+    the share itself. An epoch has as many samples as without it; a repeated sample has its own augmentation each time.
+    None: once."""
 
     def __post_init__(self) -> None:
         for name in ("indices", "balance"):

@@ -18,9 +18,7 @@ from numpy.typing import NDArray
 
 from ..common.errors import DataError
 from ..common.storage.addresses import stamp
-from ..common.storage.files import boot_id
-from ..common.storage.shared import Arrays, shared_arrays
-from ..common.version import __version__
+from ..common.storage.shared import Arrays, key_of, shared_arrays
 from .order.batches import Rest, Samples, as_array, taken
 from .order.epoch import line_of
 from .order.permutation import splitmix
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
 
 Indices = NDArray[np.int64]
 _AT_ONCE = 1 << 18  # samples drawn at a time
-_FORMAT = 1  # of a selection that is kept; another one if the same options select other samples
+_FORMAT = 2  # of a selection that is kept; another one if the same options select other samples
 # Of n draws, so many that more than `quota` are almost always among them; more than `_MOST` of all: all.
 _MARGIN, _MOST = 8, 0.9
 
@@ -83,7 +81,7 @@ class Selection:
     val: Indices | None = None  # held out; None: none
     parts: tuple[Indices, ...] = ()  # of `train`, each with the same share of an epoch
     weights: NDArray[np.float64] | None = None  # of `train`
-    line: Indices | None = None  # of the weights: see `order.epoch.line_of`
+    line: Indices | None = None  # of the weights or, in quasi-random order, the parts: see `order.epoch.line_of`
 
     def arrays(self) -> Arrays:
         """Return what `of` makes it from."""
@@ -105,8 +103,11 @@ class Selection:
         return cls(train, arrays.get("val"), tuple(parts), arrays.get("weights"), arrays.get("line"))
 
 
-def select(options: SampleOptions, samples: int, labels: Callable[[], NDArray[Any] | None]) -> Selection:
-    """Return which of the data set's samples to use. `labels()` returns those of all, None if they are masks.
+def select(
+    options: SampleOptions, samples: int, labels: Callable[[], NDArray[Any] | None], *, near: bool = False
+) -> Selection:
+    """Return which of the data set's samples to use. `labels()` returns those of all, None if they are masks. `near`:
+    for an order that reads the file in runs.
 
     Raises:
         DataError: if there are none to train on or to evaluate, an index is out of range or there twice, or the
@@ -138,11 +139,24 @@ def select(options: SampleOptions, samples: int, labels: Callable[[], NDArray[An
             raise DataError(
                 'balance="class" needs labels that are class indices, but these are not. Pass one weight per sample.'
             )
-        return Selection(train, val, parts=tuple(by_class(train, classes)))
+        line = _line(train, classes) if near else None
+        return Selection(train, val, parts=tuple(by_class(train, classes)), line=line)
     weights = check_weights(_values("balance", options.balance), samples)[as_array(train)]
     if not weights.any():
         raise DataError("balance: the weights of all samples that are trained on are 0.")
-    return Selection(train, val, weights=weights, line=line_of(weights))
+    line = line_of(_in_place(train, weights) if near else weights, near=near)
+    return Selection(train, val, weights=weights, line=line)
+
+
+def _in_place(samples: Samples, values: NDArray[Any]) -> NDArray[Any]:
+    """Return values of the samples, both `(n,)`, in the order of the samples in the file."""
+    return values[np.argsort(samples, kind="stable")] if isinstance(samples, np.ndarray) else values
+
+
+def _line(samples: Samples, classes: NDArray[np.integer[Any]]) -> Indices:
+    """Return the line of samples whose classes `(n,)` have equal shares."""
+    _, inverse, counts = np.unique(_in_place(samples, classes), return_inverse=True, return_counts=True)
+    return line_of((1 / counts)[inverse], near=True)
 
 
 def _used(indices: Any, samples: int) -> Indices:
@@ -172,7 +186,7 @@ def _used(indices: Any, samples: int) -> Indices:
     return values
 
 
-def selected(options: SampleOptions, beton: BetonFiles) -> Selection:
+def selected(options: SampleOptions, beton: BetonFiles, *, near: bool = False) -> Selection:
     """Return which of the samples the options select. Of a large data set, one process of this machine computes it, and
     all of its processes map the arrays.
 
@@ -182,14 +196,31 @@ def selected(options: SampleOptions, beton: BetonFiles) -> Selection:
     samples = len(beton)
 
     def make() -> Selection:
-        return select(options, samples, beton.compact_labels)
+        return select(options, samples, beton.compact_labels, near=near)
 
-    if not (beton.lazy and options.selects) or beton.checksum is None:
+    if not options.selects or not _is_shared(beton):
         return make()
-    data = [samples, beton.checksum, beton.label_name]
-    key = json.dumps([__version__, _FORMAT, boot_id(), *data, *map(_fact, _values_of(options))])
-    arrays = shared_arrays(hashlib.sha256(key.encode()).hexdigest()[:32], lambda: make().arrays())
-    return Selection.of(arrays, samples)
+    return Selection.of(once(options, beton, f"selection, {near=}", lambda: make().arrays()), samples)
+
+
+def once(options: SampleOptions, beton: BetonFiles, what: str, make: Callable[[], Arrays]) -> Arrays:
+    """Return arrays that follow from the samples which the options select. Those of a large data set are computed by
+    one process of this machine, and mapped by all of its processes.
+
+    Args:
+        options: what selects the samples.
+        beton: the data set.
+        what: a name of the arrays, and all else that they depend on.
+        make: computes them.
+    """
+    if not _is_shared(beton):
+        return make()
+    data = [len(beton), beton.checksum, beton.label_name, beton.parts]
+    return shared_arrays(key_of(what, _FORMAT, *data, *map(_fact, _values_of(options))), make)
+
+
+def _is_shared(beton: BetonFiles) -> bool:
+    return beton.lazy and beton.checksum is not None
 
 
 def _values_of(options: SampleOptions) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..common.errors import PlanError
+from ..common.storage.shared import forget_array, joint_array, key_of
 from ..common.transfer import to_device
 from .base import FractionBelowOne, Loop, ProperFraction, Session, Transform
+from .common.moments import LoopEngine
 
 _KEY = 2303_04947  # of the draws: no other use of (seed, epoch) spawns it
 _NAME = ".each"  # of the tensors in a checkpoint: no weight's name begins with a dot
@@ -39,8 +42,9 @@ class InfoBatch(Transform):
     (in the paper all scores begin as 1). If less than a batch would stay, all do. Of masks, a sample's loss is the sum
     over its pixels. SAM's second pass has the same factors; scores are those of the first.
 
-    Draws depend only on the seed, the epoch and the sample; the ranks exchange scores once per epoch, and checkpoints
-    contain them, so that a run resumes exactly, also within an epoch. Epochs have fewer steps: learning rate, warm-up
+    Draws depend only on the seed, the epoch and the sample; the ranks exchange scores once per epoch, those of one
+    machine keep them together, 5 bytes a sample, in the folder for temporary files, and checkpoints contain them once,
+    so that a run resumes exactly, also within an epoch. Epochs have fewer steps: learning rate, warm-up
     and all that follows the run's progress move by fractions of the epochs (`Loop.position`), so they end with the run;
     EMA's half-life and `eval_every_steps` count optimizer steps.
 
@@ -119,25 +123,25 @@ class InfoBatch(Transform):
             scores: the last loss of each sample `(N,)`; NaN: it had none.
             seed, epoch: of the draws, integers ≥ 0.
         """
-        return _factors(self.ratio, _kinds(self.ratio, scores, seed, epoch))
+        kinds = np.empty(len(scores), np.uint8)
+        _set_kinds(kinds, self.ratio, scores, seed, epoch)
+        return _factors(self.ratio, kinds)
 
     def session(self, model: nn.Module) -> Session:  # noqa: ARG002
         return _Pruning(self)
 
 
-def _kinds(ratio: float, scores: NDArray[Any], seed: int, epoch: int) -> NDArray[np.uint8]:
-    """Return what happens to each sample in an epoch, `(N,)`; see `InfoBatch.weights`."""
+def _set_kinds(kinds: NDArray[np.uint8], ratio: float, scores: NDArray[Any], seed: int, epoch: int) -> None:
+    """Set what happens to each sample in an epoch, `(N,)`; see `InfoBatch.weights`."""
     draws = np.random.default_rng(np.random.SeedSequence([seed, epoch], spawn_key=(_KEY,)))
     parts = [slice(start, start + _AT_ONCE) for start in range(0, len(scores), _AT_ONCE)]
     values = (scores[part] for part in parts)
     known = (own[~np.isnan(own)].astype(np.float64) for own in values)  # in which equal scores have exactly their mean
     total, count = np.sum([(own.sum(), len(own)) for own in known], axis=0)
-    kinds = np.full(len(scores), _FULL, np.uint8)
     for part in parts:
         low = scores[part] < (total / count if count else -np.inf)
         out = draws.random(len(low)) < ratio
-        kinds[part][low] = np.where(out[low], _OUT, _SCALED)
-    return kinds
+        kinds[part] = np.where(low, np.where(out, _OUT, _SCALED), _FULL)
 
 
 def _factors(ratio: float, kinds: NDArray[np.uint8]) -> NDArray[np.float32]:
@@ -150,6 +154,7 @@ class _Pruning(Session):
         # Of all samples of the data set `(N,)`, the same on every rank; None: there was no epoch yet.
         self._scores: NDArray[np.float32] | None = None
         self._kinds: NDArray[np.uint8] | None = None
+        self._together = False  # whether the ranks of a machine have one copy of both, which each writes alike
         self._epoch: _Epoch | None = None
         self._active = False
 
@@ -157,17 +162,29 @@ class _Pruning(Session):
         loader, own = loop.loader, self._own
         if loader is None:
             raise PlanError(f"{own} needs the training loader. Pass it to TrainingHooks.begin_epoch.")
-        if self._scores is None:
-            self._scores = np.full(loader.samples, np.nan, np.float32)
         middle = loop.progress_at(loop.epoch_start + loop.steps_per_epoch / 2)
         self._active, self._epoch = own.prunes(middle), None
-        if self._kinds is None or not loop.step_in_epoch:  # within an epoch, the checkpoint has them
-            self._kinds = np.full(len(self._scores), _FULL, np.uint8)
+        known = self._kinds is not None and loop.step_in_epoch > 0  # within an epoch, the checkpoint has them
+        scores, kinds = self._placed(loop.engine, loader.samples)
+        if not known:
+            _wait_for_all(loop.engine)  # until no rank reads those of the epoch before
             if self._active:
-                kinds = _kinds(own.ratio, self._scores, loop.seed, loop.epoch)
-                if loader.count(kinds != _OUT) >= loader.settings.batch_size:
-                    self._kinds = kinds
-        loader.keep(self._kinds != _OUT if (self._kinds == _OUT).any() else None)
+                _set_kinds(kinds, own.ratio, scores, loop.seed, loop.epoch)
+                _wait_for_all(loop.engine)  # which write to the same memory
+            if not self._active or loader.count(kinds != _OUT) < loader.settings.batch_size:
+                _wait_for_all(loop.engine)
+                kinds[:] = _FULL
+            _wait_for_all(loop.engine)
+        kept = kinds != _OUT
+        loader.keep(None if kept.all() else kept)
+
+    def _placed(self, engine: LoopEngine, samples: int) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
+        """Return scores and kinds, in memory that the ranks of a machine share. Every rank must call it."""
+        if self._scores is None or self._kinds is None or not self._together:
+            self._scores = _together(engine, samples, np.float32, np.nan if self._scores is None else self._scores)
+            self._kinds = _together(engine, samples, np.uint8, _FULL if self._kinds is None else self._kinds)
+            self._together = True
+        return self._scores, self._kinds
 
     def on_epoch_start(self, loop: Loop) -> None:
         if self._active and self._kinds is not None:
@@ -203,18 +220,40 @@ class _Pruning(Session):
         if self._scores is None or self._kinds is None:
             return {}
         self._collect()
-        scores, kinds = torch.from_numpy(self._scores.copy()), torch.from_numpy(self._kinds.copy())
+        # As integers, of which no mean is taken: the ranks' are equal, and rank 0 writes a copy for all.
+        scores, kinds = torch.from_numpy(self._scores.view(np.int32)), torch.from_numpy(self._kinds)
         return {"scores": {_NAME: scores}, "kinds": {_NAME: kinds}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "scores" not in state:
             return
-        self._scores = state["scores"][_NAME].cpu().numpy().copy()
+        self._together = False
+        self._scores = state["scores"][_NAME].cpu().numpy().copy().view(np.float32)  # up to 0.2.0 they were floats
         if "kinds" in state:
             self._kinds = state["kinds"][_NAME].cpu().numpy().copy()
         else:  # checkpoints of 0.2.0 have the factors
             factors = state["factors"][_NAME].cpu().numpy()
             self._kinds = np.where(factors > 1, _SCALED, factors > 0).astype(np.uint8)
+
+
+def _together(engine: LoopEngine, samples: int, dtype: type[Any], values: Any) -> NDArray[Any]:
+    """Return the values `(N,)`, or one for all, which every rank has alike, as an array that those of a machine share.
+    Every rank must call it."""
+    if engine.world_size == 1:
+        return np.full(samples, values, dtype)
+    drawn = torch.tensor(secrets.randbits(62) if engine.rank == 0 else 0)
+    # With the machine's boot in it: in a folder that machines share, each has its own file.
+    name = f"infobatch-{key_of(int(engine.reduce(drawn, 'sum')))}"
+    array = joint_array(name, samples, dtype)
+    array[:] = values
+    _wait_for_all(engine)
+    forget_array(name)
+    return array
+
+
+def _wait_for_all(engine: LoopEngine) -> None:
+    if engine.world_size > 1:
+        engine.reduce(torch.zeros(1)).item()  # read, because the default device may be a GPU
 
 
 class _Epoch:

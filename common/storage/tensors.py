@@ -2,9 +2,11 @@
 
 import json
 import math
+import zlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,24 @@ class Tensors(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self.readers)
+
+
+_CRC, _UNKNOWN = '"drivetrain.crc32":"{}"', "00000000"
+_AT_ONCE = 1 << 20  # bytes
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors of a file. Raise CheckpointError if it has a checksum (`save_weights`) and other content."""
+    opened = open_tensors(path)
+    if (expected := opened.metadata.get("drivetrain.crc32")) is not None:
+        with path.open("rb") as file:
+            header = file.read(int.from_bytes(file.read(8), "little"))
+            crc = zlib.crc32(header.replace(_CRC.format(expected).encode(), _CRC.format(_UNKNOWN).encode(), 1))
+            for part in iter(partial(file.read, _AT_ONCE), b""):
+                crc = zlib.crc32(part, crc)
+        if f"{crc:08x}" != expected:
+            raise CheckpointError(f"{path} is damaged: it is not what was written. Copy or create it again.")
+    return dict(opened)
 
 
 def open_tensors(path: Path) -> Tensors:
@@ -138,11 +158,15 @@ def save_weights(
     *,
     epochs: int | str | None = None,
     about: Mapping[str, str] | None = None,
+    checksum: bool = False,
 ) -> None:
     """Write CPU tensors as safetensors, atomically, with `about` as metadata. Of `Tensors`, each is read when it is
     written, in their `file_order`, so that one is held at a time. `epochs` is the epoch of the history that they belong
-    to (within one, a text): a process killed between the two files leaves newer weights."""
+    to (within one, a text): a process killed between the two files leaves newer weights. `checksum`: with the CRC-32 of
+    the header, with eight zeros in its place, and of the tensors in the metadata."""
     metadata = {**(about or {}), **({} if epochs is None else {"epochs": str(epochs)})}
+    if checksum:
+        metadata["drivetrain.crc32"] = _UNKNOWN
     kinds = {kind: name for name, kind in _COMPLEX.items()}
     order = file_order(state)
     dtypes = {name: _unread(state, name).dtype for name in order}
@@ -165,10 +189,17 @@ def save_weights(
     # One by one: safetensors' `save` copies all in memory, and its `save_file` replaces the file that is open here.
     with atomic_file(Path(path)) as file:
         file.write(len(text).to_bytes(8, "little") + text)
+        crc = zlib.crc32(text)
         for name in order:
             value = torch.view_as_real(state[name]) if name in wide else state[name]
             if value.numel():
-                file.write(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                data = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+                file.write(data)
+                crc = zlib.crc32(data, crc) if checksum else crc
+        if checksum:
+            known = _CRC.format(_UNKNOWN).encode()
+            file.seek(8 + text.index(known))
+            file.write(known.replace(_UNKNOWN.encode(), f"{crc:08x}".encode()))
 
 
 def file_order(state: Mapping[str, Any]) -> list[str]:

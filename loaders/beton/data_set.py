@@ -16,12 +16,15 @@ from ...common import machine
 from ...common.errors import BetonError
 from ...common.exhaustion import more_descriptors
 from ...common.storage.cache import Remote
+from ...common.storage.shared import key_of, shared_arrays
 from ...common.storage.stream import Stream
 from ..sources import Files, Source, files_of, in_threads
+from .labels import FORMAT as LABELS
+from .labels import LabelFacts
 from .manifest import joined
 from .open_file import Identity
 from .reader import Beton, open_beton
-from .shelf import Facts, Shelf, with_colors
+from .shelf import Facts, Shelf, at_address, forget, with_colors
 from .tables import Rows
 
 Indices = NDArray[np.int64]
@@ -111,6 +114,26 @@ class BetonFiles:
         if (kind := self.fields[self.label_name]) in ("int", "float"):
             return self._read_labels(np.dtype(np.int64 if kind == "int" else np.float64))
         return self._label_arrays
+
+    @cached_property
+    def label_facts(self) -> LabelFacts:
+        """What is known of all labels. Those of a large data set are read by one process of this machine.
+
+        Raises:
+            BetonError: as `Beton.labels`.
+        """
+        if not self.lazy or self.checksum is None or self.label_name in self.targets:
+            return LabelFacts.of([self.labels])
+        key = key_of("labels", LABELS, len(self), self.checksum, self.label_name)
+        return LabelFacts.shared(shared_arrays(key, lambda: self._read_facts().arrays()))
+
+    def _read_facts(self) -> LabelFacts:
+        every = range(0, len(self), _AT_ONCE)
+        some = (np.arange(start, min(start + _AT_ONCE, len(self))) for start in every)
+        facts = LabelFacts.of(self.read(self.label_name, own) for own in some)
+        if facts.shape and not facts.finite:
+            _ = self._label_arrays  # which raises, and names the sample
+        return facts
 
     def compact_labels(self) -> NDArray[Any] | None:
         """Return `labels`; indices of classes with names in the smallest type that has all, read some at a time and not
@@ -316,7 +339,7 @@ def open_files(source: Source, remote: Remote = Remote()) -> BetonFiles:  # noqa
 
     with more_descriptors(2 * min(len(names), _TIMES * MOST_OPEN)) as keep:  # of each file and its manifest
         if len(names) > MOST_OPEN:
-            opened = _open_many(files, open_one, check)
+            opened = _open_many(files, open_one)
         else:
             betons = in_threads(open_one, range(len(names)))
             for one in betons:
@@ -326,11 +349,12 @@ def open_files(source: Source, remote: Remote = Remote()) -> BetonFiles:  # noqa
     return opened
 
 
-def _open_many(files: Files, open_one: Callable[[int], Beton], check: _Checks) -> BetonFiles:
-    numbers = range(len(files.names))
+def _open_many(files: Files, open_one: Callable[[int], Beton]) -> BetonFiles:
+    names, numbers, used = files.names, range(len(files.names)), _Checks()
+    away = [at_address(name) for name in names]
 
     def look() -> Facts:
-        checksums = list[int]()
+        check, checksums = _Checks(), list[int]()
         for first in numbers[::MOST_OPEN]:
             for number, one in enumerate(in_threads(open_one, numbers[first : first + MOST_OPEN]), first):
                 check(one)
@@ -341,10 +365,20 @@ def _open_many(files: Files, open_one: Callable[[int], Beton], check: _Checks) -
 
     def again(number: int) -> Beton:
         one = open_one(number)
-        one.file.require_identity(facts.identities[number])
-        check.alike(one)
+        try:
+            one.file.require_identity(facts.identities[number])
+        except BetonError:
+            forget(names, away)
+            raise
+        used.alike(one)
         return one
 
     shelf = Shelf(again, len(numbers), MOST_OPEN)
-    facts = Facts.shared(files.names, look)
+    facts = Facts.shared(names, away, look)
+    first = away.index(True) if any(away) else 0
+    try:
+        shelf[first]  # by which the shelf knows whether files are streamed
+    except BetonError:  # replaced at the address after another process has looked
+        facts = Facts.shared(names, away, look)
+        shelf[first]
     return BetonFiles(files, shelf, facts)

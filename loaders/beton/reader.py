@@ -7,7 +7,7 @@ import json
 import shutil
 import weakref
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,6 +26,7 @@ from ...common.storage.files import LockError, renames_held, wait_for_renames
 from ...common.storage.stream import Stream, mirror_at
 from ..native import jpegs
 from .image_modes import mode_of
+from .labels import LabelFacts
 from .layout import MODE_RAW, Column, Field, check_numbers, fetch_tables, read_columns, read_header
 from .manifest import manifest_path, read_head, read_manifest
 from .open_file import ChangedError, OpenFile, ReadError
@@ -330,19 +331,10 @@ class Beton:
 
     @property
     def num_classes(self) -> int:
-        """Number of classes; see `count_classes`. Of masks without class names 0: it is not known."""
+        """The number of the classes' names; without, see `LabelFacts.outputs`. Of masks without names 0: it is not
+        known."""
         masks = self.label_name in self.targets
-        return len(self.classes) if masks or self.classes else count_classes([], self.labels)
-
-
-def count_classes(names: Sequence[str], labels: NDArray[Any]) -> int:
-    """Return the width of a model's output: the number of names, if there are any; else of integers `(N,)` the largest
-    one plus one, of floats (targets) 1, of vectors `(N, K)` K."""
-    if names:
-        return len(names)
-    if labels.ndim > 1:
-        return int(np.prod(labels.shape[1:]))
-    return int(labels.max()) + 1 if labels.dtype.kind in "iub" else 1
+        return len(self.classes) if masks or self.classes else LabelFacts.of([self.labels]).outputs
 
 
 def open_beton(path: str | Path, remote: Remote = Remote(), most: int | None = None) -> Beton:  # noqa: B008  frozen

@@ -3,8 +3,8 @@ those that it uses."""
 
 from __future__ import annotations
 
-import hashlib
 import json
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,15 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...common.storage.addresses import is_address
-from ...common.storage.files import boot_id
-from ...common.storage.shared import Arrays, shared_arrays
+from ...common.storage.shared import Arrays, forget_arrays, key_of, shared_arrays
 from ...common.storage.stream import Room, Stream, mirror_at
-from ...common.version import __version__
 from .open_file import Identity
 from .reader import Beton, stamps
 
 Colors = Mapping[str, Sequence[str]]
 _FORMAT = 1  # of what is shared
+_SOON = 600.0
+"""Seconds for which files at addresses are taken to be as they were: those of the ranks of a job, which start together.
+Each is compared when it is used."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +49,15 @@ class Facts:
     colors: Colors
 
     @classmethod
-    def shared(cls, names: Sequence[str], look: Callable[[], Self]) -> Self:
-        """Return what `look` finds. Of files on this machine, one process calls it, once until a file changes.
+    def shared(cls, names: Sequence[str], away: Sequence[bool], look: Callable[[], Self]) -> Self:
+        """Return what `look` finds. One process of this machine calls it, once until a file changes; of files at
+        addresses (those `away`), which are not asked for changes here, once in `_SOON`.
 
         Raises:
             BetonError: as `look`.
         """
-        if (key := _key(names)) is None:
-            return look()
-        arrays = shared_arrays(key, lambda: look()._arrays())
+        within = _SOON if any(away) else math.inf
+        arrays = shared_arrays(_key(names, away), lambda: look()._arrays(), within=within)
         identities, has_checksums, colors = json.loads(arrays["others"].tobytes())
         own = [tuple(each) for each in identities]
         return cls(own, arrays["counts"], has_checksums, arrays["checksums"], colors)
@@ -74,16 +75,27 @@ def with_colors(known: Colors, more: Colors) -> dict[str, list[str]]:
     }
 
 
-def _key(names: Sequence[str]) -> str | None:
-    """Return a digest of what changes when a file or its manifest does; None if not all are on this machine, or are
-    copies of files that are not."""
-    found = hashlib.sha256(json.dumps([__version__, _FORMAT, boot_id()]).encode())
-    for name in names:
-        path = Path(name)
-        if is_address(name) or mirror_at(path) is not None:
-            return None
-        found.update(repr(stamps(path)).encode())
-    return found.hexdigest()[:32]
+def forget(names: Sequence[str], away: Sequence[bool]) -> None:
+    """Let the next process that opens these files look at them."""
+    forget_arrays(_key(names, away))
+
+
+def at_address(name: str) -> bool:
+    """Return whether a file is at an address, or the copy of one that is."""
+    return is_address(name) or mirror_at(Path(name)) is not None
+
+
+def _key(names: Sequence[str], away: Sequence[bool]) -> str:
+    """Return a digest of what changes when a file of this machine or its manifest does."""
+    own = [_place(name) if far else repr(stamps(Path(name))) for name, far in zip(names, away, strict=True)]
+    return key_of("files", _FORMAT, own)
+
+
+def _place(name: str) -> str:
+    """Return an address, or what distinguishes a copy from one that is made in its place after it was removed."""
+    if is_address(name):
+        return name
+    return repr((name, (stamps(Path(name))[0] or ())[:2]))
 
 
 class Shelf(Sequence[Beton]):

@@ -1,5 +1,5 @@
 """The order of version 1, and of weights up to version 3, by arrays of all samples: for checkpoints of runs that began
-with them, and for samples in shares (`balance=`, weights of a mix) in quasi-random order."""
+with them, those of shares (`balance=`, weights of a mix) in quasi-random order up to version 4."""
 
 from __future__ import annotations
 

@@ -103,10 +103,11 @@ class Shares(Sequence[Indices]):
 
 
 class Rest:
-    """All of so many samples but those `left_out` `(m,)`, sorted, in order: of these alone there is an array."""
+    """All of so many samples but those `left_out` `(m,)`, sorted, in order: of these alone there is an array. The first
+    sample is number `start`; those left out are counted from it."""
 
-    def __init__(self, samples: int, left_out: Indices, before: Indices | None = None) -> None:
-        self.samples, self.left_out = samples, left_out
+    def __init__(self, samples: int, left_out: Indices, before: Indices | None = None, start: int = 0) -> None:
+        self.samples, self.left_out, self.start = samples, left_out, start
         self.before = left_out - np.arange(len(left_out)) if before is None else before
         """How many of the others are before each that is left out, `(m,)`."""
 
@@ -114,7 +115,7 @@ class Rest:
         return self.samples - len(self.left_out)
 
     def at(self, positions: Indices) -> Indices:
-        found: Indices = positions + np.searchsorted(self.before, positions, side="right")
+        found: Indices = positions + np.searchsorted(self.before, positions, side="right") + self.start
         return found
 
 
@@ -199,6 +200,9 @@ def between(samples: Samples, first: int, end: int) -> Samples:
     """Return those of the samples from `first` to before `end`."""
     if isinstance(samples, range):
         return range(max(samples.start, first), min(samples.stop, end))
+    if isinstance(samples, Rest):
+        low, high = np.searchsorted(samples.left_out, (first - samples.start, end - samples.start))
+        return Rest(end - first, samples.left_out[low:high] + samples.start - first, start=first)
     array = as_array(samples)
     return array[(array >= first) & (array < end)]
 

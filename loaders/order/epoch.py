@@ -12,17 +12,19 @@ from numpy.typing import NDArray
 from .batches import Indices, Order, Samples, shares, taken
 from .permutation import key_of, permuted, permuted_each, subkeys
 
-NEWEST = 4
+NEWEST = 5
 """The version of the order of new runs. A loader's state has its own; without one, it is 1 (`arrays`).
-Version 3 differs from 2 in quasi-random order only: `in_runs`. Version 4 differs from it in weights only: `drawn`."""
+Version 3 differs from 2 in quasi-random order only: `in_runs`. Version 4 differs from it in weights only: `drawn`.
+Version 5 differs in shares in quasi-random order only, `spread` and `drawn` near by, whose version was 1 before."""
 
-_SHUFFLE, _WITHIN, _BLOCKS, _MIX, _TURN, _DRAW, _LINE = range(7)  # uses of one seed and epoch
+_SHUFFLE, _WITHIN, _BLOCKS, _MIX, _TURN, _DRAW, _LINE, _NEAR = range(8)  # uses of one seed and epoch
 
 _AT_ONCE = 1 << 18  # weights put on a line at a time
 _BITS = 30
 UNIT = 1 << _BITS
 """The distance of two points on the line of `drawn`. In whole numbers, each point is in exactly one piece."""
 _STEP = 663_608_941  # what the points move by from epoch to epoch: UNIT times the golden ratio's fraction, 0.618
+_STRETCH = 64  # samples that follow each other in the file, and change places on a line that is near to its order
 
 
 def unshuffled(samples: Samples) -> Order:
@@ -110,13 +112,41 @@ def mixed(parts: Sequence[Samples], weights: Sequence[float], *, seed: int, epoc
         turns, places = np.divmod(positions + starts[numbers], sizes[numbers])
         own = subkeys(keys[numbers], turns.astype(np.uint64) + before[numbers])
         places = permuted_each(places, sizes[numbers], own)
-        found, grouped = turns * samples, np.argsort(numbers, kind="stable")
-        here, first = np.unique(numbers[grouped], return_index=True)
-        for number, group in zip(here.tolist(), np.split(grouped, first[1:]), strict=False):  # of no positions, none
-            found[group] += taken(parts[number], places[group])
-        return found
+        return turns * samples + _of_parts(parts, numbers, places)
 
     return Order(int(ends[-1]), at)
+
+
+def spread(parts: Sequence[Samples], weights: Sequence[float], *, seed: int, epoch: int, samples: int) -> Order:
+    """Return the samples of one epoch of a mix near to their order in the file, for `in_runs`: each data set in `parts`
+    has its exact share by weight, of samples at equal distances.
+
+    From epoch to epoch their places move by the share, so that, as in `mixed`, each sample of a data set is trained on
+    equally often, up to once. Its k-th repetition in an epoch, from 0, is k · `samples` higher.
+    """
+    counts, sizes = shares(sum(map(len, parts)), weights), [*map(len, parts)]
+    keys = _keys_of_parts(seed, len(parts)).tolist()
+    starts = [(key + epoch * count) % size for key, count, size in zip(keys, counts, sizes, strict=True)]
+    ends, of_parts = np.cumsum(counts), np.array([counts, sizes, starts])
+
+    def at(positions: Indices) -> Indices:
+        numbers = np.searchsorted(ends, positions, side="right")
+        count, size, offset = of_parts[:, numbers]
+        own = positions - ends[numbers] + count
+        places = (own * size + offset) // count
+        turns = own + (offset - places * count) // size  # after the first position that has this place
+        return turns * samples + _of_parts(parts, numbers, _near(places, size))
+
+    return Order(int(ends[-1]), at)
+
+
+def _of_parts(parts: Sequence[Samples], numbers: Indices, places: Indices) -> Indices:
+    """Return the samples at the places in their parts; all arrays are `(k,)`."""
+    found, grouped = np.empty_like(places), np.argsort(numbers, kind="stable")
+    here, first = np.unique(numbers[grouped], return_index=True)
+    for number, group in zip(here.tolist(), np.split(grouped, first[1:]), strict=False):  # of no positions, none
+        found[group] = taken(parts[number], places[group])
+    return found
 
 
 @lru_cache(maxsize=4)
@@ -125,14 +155,14 @@ def _keys_of_parts(seed: int, count: int) -> NDArray[np.uint64]:
     return np.array([key_of(seed, number, purpose=_MIX) for number in range(count)], np.uint64)
 
 
-def line_of(weights: NDArray[np.float64]) -> Indices:
+def line_of(weights: NDArray[np.float64], *, near: bool = False) -> Indices:
     """Return where the pieces end `(n,)` on a line of length n · UNIT, on which each sample has a piece in proportion
     to its weight, in the order of `_on_line`; those of weight 0 have none."""
     n, largest = len(weights), weights.max()
     ends = np.empty(n)
     for start in range(0, n, _AT_ONCE):
         places = np.arange(start, min(start + _AT_ONCE, n))
-        ends[places] = weights[_on_line(places, n)] / largest
+        ends[places] = weights[_on_line(places, n, near)] / largest
     np.cumsum(ends, out=ends)
     whole = n * UNIT
     line: Indices = np.minimum(np.rint(ends * (whole / ends[-1])).astype(np.int64), whole)
@@ -140,20 +170,31 @@ def line_of(weights: NDArray[np.float64]) -> Indices:
     return line
 
 
-def _on_line(places: Indices, n: int) -> Indices:
+def _on_line(places: Indices, n: int, near: bool) -> Indices:
     """Return the samples at the places of the line: in random order, because in that of a file whose classes take turns
     an epoch would have all samples of a class, or none. With any seed the same, so that runs share the line."""
-    return permuted(places, n, key_of(n, purpose=_LINE))
+    return _near(places, np.full_like(places, n)) if near else permuted(places, n, key_of(n, purpose=_LINE))
 
 
-def drawn(samples: Samples, line: Indices, *, seed: int, epoch: int, repeats: int) -> Order:
+def _near(places: Indices, sizes: Indices) -> Indices:
+    """Return the places after those of each `_STRETCH` have been permuted; `sizes`: how many there are of each one's
+    kind."""
+    starts = places // _STRETCH * _STRETCH
+    keys = subkeys(key_of(purpose=_NEAR), starts)
+    return starts + permuted_each(places - starts, np.minimum(_STRETCH, sizes - starts), keys)
+
+
+def drawn(
+    samples: Samples, line: Indices, *, seed: int, epoch: int, repeats: int, near: bool = False
+) -> Order:  # fmt: skip
     """Return as many samples as there are, each in proportion to its weight: systematic sampling.
 
     A sample is drawn once for each of n points, UNIT apart, that are within its piece of the `line`: its share, rounded
     up or down. From epoch to epoch the points move by the golden ratio, so that the mean over the epochs is the share
     itself.
 
-    A sample's k-th draw in an epoch, from 0, is k · `repeats` higher, for an augmentation of its own.
+    A sample's k-th draw in an epoch, from 0, is k · `repeats` higher, for an augmentation of its own. `near`, as of the
+    line: in about the order of the file, for `in_runs`.
     """
     start = int(key_of(seed, purpose=_DRAW)) % UNIT
     offset = (start + epoch * _STEP) % UNIT
@@ -161,7 +202,7 @@ def drawn(samples: Samples, line: Indices, *, seed: int, epoch: int, repeats: in
     def at(positions: Indices) -> Indices:
         places = np.searchsorted(line, (positions + 1) * UNIT - offset)
         before = np.where(places > 0, line[places - 1], 0)  # where the piece begins
-        chosen = taken(samples, _on_line(places, len(line)))
+        chosen = taken(samples, _on_line(places, len(line), near))
         found: Indices = chosen + (positions - ((before + offset) >> _BITS)) * repeats
         return found
 

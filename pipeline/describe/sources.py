@@ -1,20 +1,30 @@
 """Check data sources before anything is loaded: can the loader load them, is the validation data also trained on?"""
 
+from __future__ import annotations
+
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from ...common.errors import DataError, PlanError, first_of
 from ...common.storage.addresses import is_address
 from ...loaders.beton.layout import read_header
 from ...loaders.order.batches import as_array, between, check_batch_size
-from ...loaders.selection import frequencies, selected
+from ...loaders.selection import frequencies, once, selected
 from ...loaders.sources import Files, Source, files_of
 from ..tasks.standard import Regression
+from ..tasks.target_scale import TargetScale
 from ..tasks.task import Task
 from .config import DataConfig
+
+if TYPE_CHECKING:
+    from ...loaders.beton.data_set import BetonFiles
 
 
 def check_loader(data: DataConfig, settings: Mapping[str, Any]) -> None:
@@ -66,21 +76,41 @@ def sample_notes(data: DataConfig, task: Task) -> tuple[str, str]:
     from ...loaders.beton.data_set import open_files
 
     with closing(open_files(files)) as beton:
-        chosen = selected(data, beton)
+        chosen = selected(data, beton, near=data.order == "quasi_random")
         counts = ""
         if data.selects:
             evaluated = "" if chosen.val is None else f", {len(chosen.val):,} evaluated"
             counts = f" ({len(chosen.train):,} of {len(beton):,} samples trained on{evaluated})"
         if beton.label_name in beton.targets or not isinstance(task, Regression):
             return counts, ""
-        labels = beton.labels
-        if labels.dtype.kind not in "biuf" or labels.ndim > 2:
+        some = beton.read(beton.label_name, np.arange(1))
+        if some.dtype.kind not in "biuf" or some.ndim > 2:
             return counts, ""  # building raises
-        used, mix = as_array(chosen.train), beton.parts
-        parts = [between(used, first, end) for _, first, end in mix] or list(chosen.parts)
-        shares = [weight for weight, _, _ in mix] or [1.0] * len(parts)
-        often = frequencies(used, parts, shares, chosen.weights)
-        return counts, task.note(task.fit_scale(labels, used, often, str(files)))
+
+        def fit() -> TargetScale | None:
+            used, mix = as_array(chosen.train), beton.parts
+            parts = [between(used, first, end) for _, first, end in mix] or list(chosen.parts)
+            shares = [weight for weight, _, _ in mix] or [1.0] * len(parts)
+            often = frequencies(used, parts, shares, chosen.weights)
+            return task.fit_scale(beton.labels, used, often, str(files))
+
+        return counts, task.note(scale_of_targets(task, data, beton, fit))
+
+
+def scale_of_targets(
+    task: Regression, data: DataConfig, beton: BetonFiles | None, fit: Callable[[], TargetScale | None]
+) -> TargetScale | None:
+    """Return what `fit` returns, from the targets that are trained on; of large data, one process of this machine calls
+    it."""
+    if beton is None:
+        return fit()
+
+    def arrays_of(scale: TargetScale | None) -> dict[str, NDArray[np.float32]]:
+        return {} if scale is None else {name: each.numpy() for name, each in scale._asdict().items()}
+
+    what = f"scale, {type(task).__qualname__}, {task.scale_targets=}, {task.loss_in_model=}"
+    arrays = once(data, beton, what, lambda: arrays_of(fit()))
+    return TargetScale(*(torch.from_numpy(arrays[name].copy()) for name in TargetScale._fields)) if arrays else None
 
 
 def _all_here(files: Files) -> bool:
@@ -97,11 +127,10 @@ def number_of_classes(data: DataConfig, task: Task) -> int:
             "machine. Pass the number: num_classes=10; in a recipe: model_options.num_classes=10."
         )
     from ...loaders.beton.data_set import open_files
-    from ...loaders.beton.reader import count_classes
 
     with closing(open_files(files)) as beton:
         if beton.label_name not in beton.targets:
-            return len(beton.classes) or count_classes([], beton.labels)
+            return len(beton.classes) or beton.label_facts.outputs
         ignored = getattr(task, "ignored", ())
         counted = [value + 1 for value in range(len(beton.classes)) if value not in ignored]
     if not counted:

@@ -53,8 +53,8 @@ def check_measurable(seconds: float) -> None:
         raise PlanError(f"seconds={given} (--seconds, --ledger-seconds, --tune) must be positive and finite.")
     if is_rank():
         raise PlanError(
-            "The ledger starts its own ranks, between other trials. Start it without torchrun, and outside a process "
-            "group."
+            "A ledger, a tuning or a race starts its own ranks, between other trials. Start it without torchrun, and "
+            "outside a process group."
         )
 
 

@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -19,7 +19,6 @@ import torch
 from numpy.typing import NDArray
 
 from ...common.budget import until
-from ...common.errors import NonFiniteError
 from ...loaders import FFCVLoader, StockFFCVLoader
 from ...loaders.epochs import Batch, EpochLoader
 from ...loaders.image_size import ImageSize
@@ -32,7 +31,6 @@ from ..ledger.variant import PARTS, Trial, Workload
 from ..telemetry.loggers import Metrics
 from ..telemetry.observer import Observer, Observers
 from ..telemetry.progress import Progress
-from ..telemetry.state import TrainState
 from ..training.build import Built
 from ..training.guard import NonFiniteGuard
 from ..training.loop import train_epoch
@@ -201,18 +199,8 @@ class TimedObservers(Observers):
 class RecordingGuard(NonFiniteGuard):
     """Check without raising: a ledger trains at the peak learning rate from the start, and discards its weights."""
 
-    def _judged(self, step: int, losses: list[float]) -> bool:
-        with suppress(NonFiniteError):
-            super()._judged(step, losses)
-        return True
-
-    def _check_norm(self, step: int, value: float) -> None:
-        with suppress(NonFiniteError):
-            super()._check_norm(step, value)
-
-    def on_optimizer_step(self, state: TrainState) -> None:
-        with suppress(NonFiniteError):
-            super().on_optimizer_step(state)
+    def _fail(self, text: str) -> None:
+        """Go on."""
 
 
 def _recorded(loader: EpochLoader, seen: list[Any]) -> Iterator[Batch]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ...common.errors import CheckpointError, DataError
-from ...common.storage.tensors import open_tensors
+from ...common.storage.tensors import read_tensors
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".tar")  # any but the first are torch's own format
 SOURCES = "a file of weights (.safetensors, .pth, .pt, .bin)"
@@ -55,7 +55,7 @@ def read_weights(path: Path, model: str) -> dict[str, torch.Tensor]:
         raise DataError(f"The weights {path} of {model} are not a file.")
     try:
         if path.suffix == ".safetensors":
-            state: Any = dict(open_tensors(path))
+            state: Any = read_tensors(path)
         else:
             with torch.serialization.safe_globals([Namespace]):
                 state = torch.load(path, map_location="cpu", weights_only=True)

@@ -23,7 +23,7 @@ from ...common.storage.files import appears
 from ...common.storage.stream import mirror_at
 from ...common.terminal import Wait
 from ...common.version import __version__
-from ...loaders.sources import Source, files_of
+from ...loaders.sources import Source, files_of, in_threads
 from ...strategies.launching.group import group_store, in_group
 from ...strategies.launching.meeting import arrives
 from ..describe.config import FitOptions
@@ -38,6 +38,7 @@ from .checkpoints.fingerprint import identity
 
 _MODEL = "model"  # the fact with a checksum of what the model is
 _EDGE, _FILES = 1 << 20, 64  # bytes of a file's beginning and end that are compared, of so many files
+_ASKED = 1 << 8  # files at addresses that each rank asks for
 _LEAST = 1 << 12  # bytes, of each of more files: 100,000 take 0.8 GB and some seconds
 _LAG = 5.0  # seconds that a network file system may need to show a new file
 _REMOTE_LAG = 60.0  # seconds that rank 0 may need to write one to an address, with retries
@@ -108,14 +109,18 @@ def facts(plan: ResolvedPlan, job: FitJob) -> dict[str, str]:
 
 
 def digest(source: Source) -> str:
-    """Return what distinguishes a data source from others, at once for any size."""
+    """Return what distinguishes a data source from others, at once for any size. Of many files at addresses, some are
+    asked for: before the first step, ranks also compare what they know of the samples of all."""
     files = files_of(source)
     edge = max(min(_EDGE, _EDGE * _FILES // len(files.names)), _LEAST)
-    digests = [_digest(file, edge) for file in files.names]
-    if len(digests) == 1:
+    far = [name for name in files.names if is_address(name)]
+    asked = {*far[:: -(-len(far) // _ASKED)]} if far else ()
+    compared = [name for name in files.names if name in asked or not is_address(name)]
+    digests = in_threads(lambda name: _digest(name, edge), compared)
+    if len(files.names) == 1:
         return digests[0]
     weights = "" if files.weights is None else f", weights {', '.join(map('{:g}'.format, files.weights))}"
-    return f"{len(digests)} files, CRC {zlib.crc32(' '.join(digests).encode()):08x}{weights}"
+    return f"{len(files.names)} files, CRC {zlib.crc32(' '.join(digests).encode()):08x}{weights}"
 
 
 def _digest(name: str, edge: int) -> str:

@@ -343,8 +343,8 @@ def load_run(folder: str | Path, *, trust_code: bool = False) -> FitResult:
     state = load_model(folder / MODEL, epochs=history.moment)
     if not state:
         raise CheckpointError(
-            f"{folder / MODEL} does not have the weights after epoch {history.moment}, the last in {HISTORY}. "
-            "Resume the run (--resume), which writes them again."
+            f"{folder / MODEL} is damaged, or does not have the weights after epoch {history.moment}, the last in "
+            f"{HISTORY}. Resume the run (--resume), which writes them again."
         )
     try:
         model, reports = rebuild_model(spec, transforms, state)
@@ -375,7 +375,10 @@ def _on_validation_data(
     trained: TrainedOn | None = None,
 ) -> Result:  # fmt: skip
     if plan.data.val is None:
-        raise PlanError("There is no validation data to evaluate. Pass a second file to load() (--val).")
+        raise PlanError(
+            "There is no validation data to evaluate. Pass a second file to load(); or, of a result or run, the data: "
+            "errors('val.beton') (--data)."
+        )
     check_source(weights)
     found: Result = on_ranks(resolve_data(plan, progress=False), _of_rank, weights, judged, trained)
     return found

@@ -1,5 +1,6 @@
 """A run on one rank: from scratch or a checkpoint to the last epoch."""
 
+import json
 import math
 import sys
 import warnings
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...common.errors import CheckpointError, NonFiniteError
+from ...common.errors import CheckpointError, NonFiniteError, StrategyError
 from ...common.model_state import ModelState, buffers_kept, describe_frozen, split_state, train_mode
 from ...common.rows import local_part
 from ...strategies.common.optimizer_state import as_held
@@ -38,6 +39,7 @@ from .callbacks import RunCallbacks
 from .checkpoints import state as states
 from .checkpoints.directory import CheckpointDir, CheckpointWarning, ResumePoint, begin_run, choose_start
 from .checkpoints.fingerprint import (
+    VALIDATION,
     check_compatible,
     check_model,
     compare_validation,
@@ -131,6 +133,7 @@ class Run(Observer):
         frozen = describe_frozen(self._engine.plain_model)
         for note in filter(None, [*self._notes.values(), initial, frozen and f"Frozen: {frozen}."]):
             self._echo(note)
+        self._compare_data()
         choice = choose_start(self._engine, self._job.resume, self._store)
         self._name = choice.run
         if self._store is not None and self._job.checkpoints is not None:
@@ -151,6 +154,16 @@ class Run(Observer):
             failed = False
         finally:
             self._observer.on_end(failed=failed)
+
+    def _compare_data(self) -> None:
+        """Raise on all ranks if one has other data: one machine may have looked at files at addresses minutes before,
+        another one since they were replaced."""
+        own = [self._facts.get(name) for name in ("training samples", "training data (CRC-32)", VALIDATION)]
+        if len(set(of_all_ranks(json.dumps([own[:2], own[2] and own[2][1]]), self._engine.world_size))) > 1:
+            raise StrategyError(
+                "The ranks have other data: files at addresses were replaced within the last ten minutes, after one "
+                "machine had looked at them. Run the same command again later."
+            )
 
     def _begin(self, choice: ResumePoint) -> None:
         checkpoint = choice.checkpoint

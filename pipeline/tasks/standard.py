@@ -171,14 +171,13 @@ class MultiLabel(StandardTask):
         width = vectors(self, train, val, "a vector of 0 and 1 per image")
         check_names(train, val, "labels")
         for targets in filter(None, (train, val)):
-            if targets.values.ndim != 2:
+            if targets.some.ndim != 2:
                 raise PlanError(
                     f"{targets.source} has one number per image, but MultiLabel needs a vector of 0 and 1. Convert it "
                     "with vectors, or choose .task(Classification())."
                 )
-            wrong = (targets.values != 0) & (targets.values != 1)
-            if wrong.any():
-                at = tuple(int(i) for i in np.argwhere(wrong)[0])
+            if not targets.facts.binary:
+                at = tuple(int(i) for i in np.argwhere((targets.values != 0) & (targets.values != 1))[0])
                 raise PlanError(
                     f"{targets.source} has the value {targets.values[at]} in the vector of sample {at[0]}, but "
                     "MultiLabel needs 0 or 1. Convert it again, or choose .task(Regression())."

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
@@ -23,6 +22,8 @@ from .nests import map_tensors, to_float
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
+    from ...loaders.beton.labels import LabelFacts
+
 Kind = Literal["class indices", "labels", "values", "masks", "views", "any"]
 """What the targets of a batch are: class indices `(B,)`, 0 or 1 for each label `(B, K)`, numbers `(B,)` or `(B, K)`,
 class indices of pixels `(B, H, W)`, none (the views of each image are compared), or whatever the task takes."""
@@ -34,6 +35,7 @@ MODEL_LOSS = "model"  # the loss that a model computes itself when it is given t
 class Targets:
     source: str  # for messages
     read: Callable[[], NDArray[Any]]  # returns all labels, (N,) or (N, K); empty for masks
+    facts: LabelFacts  # what is known of them
     some: NDArray[Any]  # the first and the last of them
     classes: tuple[str, ...] = ()  # names of the classes or labels; empty if the source has none
     named: bool = False  # labels are indices of these classes, which is checked wherever they are read
@@ -43,15 +45,13 @@ class Targets:
 
     @property
     def values(self) -> NDArray[Any]:
-        """All labels, `(N,)` or `(N, K)`; empty for masks."""
+        """All labels, `(N,)` or `(N, K)`; empty for masks. Of large data, ask for `facts` instead."""
         return self.read()
 
     @property
     def range(self) -> tuple[int, int]:
-        """The least and the greatest class index; if all have names the possible ones, so that not all are read."""
-        if self.named:
-            return 0, len(self.classes) - 1
-        return int(self.values.min()), int(self.values.max())
+        """The least and the greatest class index; if all have names the possible ones."""
+        return self.facts.least, self.facts.greatest
 
     def two(self, size: tuple[int, int]) -> Any:
         """Those of two samples, as loaders deliver them for images of that height and width; masks are of class 0."""
@@ -463,15 +463,15 @@ def vectors(task: Task, train: Targets, val: Targets | None, what: str) -> int:
     """Return the number of values of each target, 1 for `(N,)`; they must be finite, and alike in both sources."""
     widths = []
     for targets in filter(None, (train, val)):
-        values = targets.values
-        if values.dtype.kind not in "biuf" or values.ndim > 2:
+        some = targets.some
+        if some.dtype.kind not in "biuf" or some.ndim > 2:
             raise PlanError(
-                f"{targets.source} has labels {values.shape[1:]} of {values.dtype}, but {task} needs {what}. Convert "
+                f"{targets.source} has labels {some.shape[1:]} of {some.dtype}, but {task} needs {what}. Convert "
                 "it with one number or one vector of numbers per image."
             )
-        if values.dtype.kind == "f" and not np.isfinite(values).all():
+        if not targets.facts.finite:
             raise PlanError(f"{targets.source} has labels that are not finite. Convert it again without them.")
-        widths.append(values.shape[1] if values.ndim == 2 else 1)
+        widths.append(some.shape[1] if some.ndim == 2 else 1)
     if len(set(widths)) > 1 and val is not None:
         raise PlanError(
             f"{train.source} has {widths[0]} values per image, {val.source} has {widths[1]}. Convert both alike."

@@ -334,16 +334,15 @@ def _keep_run(service: str, folder: Path | None, run: str) -> None:
 
 
 class Metrics(Observer):
-    """Log every `every` steps and after each epoch; without loggers, as on all ranks but 0, do nothing. A loss on CUDA
-    is copied asynchronously, and logged once it has arrived: at the latest with the next entry."""
+    """Log every `every` steps and after each epoch; without loggers, as on all ranks but 0, do nothing. What is on CUDA
+    is copied asynchronously, and logged in order once it has arrived: at the latest with an evaluation or epoch."""
 
     def __init__(
         self, chosen: tuple[object, ...], folder: Path | None, every: int, values: Mapping[str, Any] = FrozenDict()
     ) -> None:  # fmt: skip
         self._chosen, self._folder, self._every, self._values = chosen, folder, every, values
         self._loggers = Loggers((), None, 0)
-        self._late: tuple[int, dict[str, float], HostCopy] | None = None
-        self._extra: list[tuple[int, list[str], HostCopy]] = []
+        self._pending: list[tuple[int, list[str], HostCopy, Values]] = []  # the step, names, values, and further ones
         self._since = 0.0, 0, 0.0
 
     def on_start(self, state: TrainState) -> None:
@@ -362,31 +361,29 @@ class Metrics(Observer):
             tensors = [value for value in values.values() if isinstance(value, torch.Tensor)]
             device = next((one.device for one in tensors if one.device.type != "cpu"), torch.device("cpu"))
             stacked = torch.stack([_on(device, value) for value in values.values()])
-            self._extra.append((step, list(values), HostCopy(stacked)))
-            self._arrive_extra()
+            self._pending.append((step, list(values), HostCopy(stacked), {}))
+            self._arrive()
 
     def log_ranks(self, times: Sequence[RankTimes], step: int) -> None:
         if self._loggers:
             self._loggers.log_ranks(times, step)
 
-    def _arrive_extra(self, *, wait: bool = False) -> None:
-        while self._extra and (wait or self._extra[0][2].arrived):
-            step, names, copy = self._extra.pop(0)
-            self._loggers.log(dict(zip(names, copy.values(), strict=True)), step)
+    def _arrive(self, *, wait: bool = False) -> None:
+        while self._pending and (wait or self._pending[0][2].arrived):
+            step, names, copy, further = self._pending.pop(0)
+            self._loggers.log(dict(zip(names, copy.values(), strict=True)) | further, step)
 
     def on_evaluation_end(self, state: TrainState, evaluation: Evaluation) -> None:
         """Log an evaluation that is no epoch's; `on_epoch_end` logs those."""
         if self._loggers:
-            self._arrive()
+            self._arrive(wait=True)
             self._loggers.log(evaluation.results, state.step)
             self._since = self._now(state)
 
     def on_step_end(self, state: TrainState) -> None:
         if not self._loggers:
             return
-        self._arrive_extra()
-        if self._late is not None and self._late[2].arrived:
-            self._arrive()
+        self._arrive()
         if state.step % self._every:
             return
         before, self._since = self._since, self._now(state)
@@ -396,27 +393,17 @@ class Metrics(Observer):
             "step/images_per_s": done / seconds,
             "step/data_wait_fraction": waited / seconds,
         }
+        self._pending.append((state.step, ["step/loss"], HostCopy(state.step_loss.reshape(1)), values))
         self._arrive()
-        self._late = state.step, values, HostCopy(state.step_loss)
-        if self._late[2].arrived:
-            self._arrive()
-
-    def _arrive(self) -> None:
-        late, self._late = self._late, None
-        if late is not None:
-            step, values, loss = late
-            self._loggers.log({"step/loss": loss.values(), **values}, step)
 
     def on_epoch_end(self, state: TrainState, epoch: Epoch) -> None:
         if self._loggers:
-            self._arrive()
-            self._arrive_extra(wait=True)
+            self._arrive(wait=True)
             self._loggers.log(epoch.values(), state.step)
 
     def on_end(self, *, failed: bool) -> None:
         if not failed:
-            self._arrive()
-            self._arrive_extra(wait=True)
+            self._arrive(wait=True)
         self._loggers.close()
 
 

@@ -37,13 +37,14 @@ from ..describe.config import LOADERS, DataConfig, DistributedConfig
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.plan import batch_norm_caution
 from ..describe.resolve import ResolvedPlan
+from ..describe.sources import scale_of_targets
 from ..models.weights import weights_omitted
 from ..optim.groups import GroupedFactory
 from ..tasks.means import LossFunction, mean_of
 from ..tasks.nests import map_tensors
 from ..tasks.scales import Scale, scale_of
 from ..tasks.standard import Classification, Regression
-from ..tasks.target_scale import adopt_scale, attach_scale, carried_scale
+from ..tasks.target_scale import TargetScale, adopt_scale, attach_scale, carried_scale
 from ..tasks.task import TaskLoss
 from ..telemetry.history import Monitor
 from .calibration import calibrate
@@ -267,7 +268,11 @@ def make_parts(
         outputs, used = check_output(plan, model, width, targets)
     note = ""
     if isinstance(task, Regression):
-        fitted = task.fit_scale(targets.values, train.indices, train.frequencies, targets.source)
+
+        def fit() -> TargetScale | None:
+            return task.fit_scale(targets.values, train.indices, train.frequencies, targets.source)
+
+        fitted = scale_of_targets(task, data, train.beton if trained is None else None, fit)
         note = task.note(fitted)
         if fitted is not None and task.scale_targets:
             attach_scale(model, fitted)
@@ -361,15 +366,6 @@ def resolve_data(plan: ResolvedPlan, progress: bool) -> ResolvedPlan:
     return plan.with_sources(train, val)
 
 
-@plain_torch()
-def build_model(
-    spec: PipelineSpec, transforms: Sequence[Transform], look: Callable[[nn.Module], None] | None = None
-) -> tuple[nn.Module, tuple[Report, ...]]:
-    """Return the model after surgery, on the CPU or the meta device, and what each changed. `look` is called before
-    it."""
-    return _operated(spec, transforms, look)
-
-
 class _MetaNoticed(TorchFunctionMode):
     """Inside the block, notice whether code creates tensors on the meta device itself."""
 
@@ -391,18 +387,20 @@ def build_on_meta(spec: PipelineSpec, transforms: Sequence[Transform]) -> tuple[
     own: list[bool] = []
     with weights_omitted(), torch.device("meta"), _MetaNoticed() as noticed, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the model that is trained gives them
-        model, _ = _operated(spec, transforms, lambda _: own.append(noticed.found), shapes=True)
+        model, _ = build_model(spec, transforms, lambda _: own.append(noticed.found), shapes=True)
     given = spec.model
     return model, on_meta(given) if isinstance(given, nn.Module) else own[0]
 
 
-def _operated(
+def build_model(
     spec: PipelineSpec,
     transforms: Sequence[Transform],
-    look: Callable[[nn.Module], None] | None,
+    look: Callable[[nn.Module], None] | None = None,
     *,
     shapes: bool = False,  # whether only the shapes of the result are used
 ) -> tuple[nn.Module, tuple[Report, ...]]:
+    """Return the model after surgery, on the CPU or the meta device, and what each changed. `look` is called before
+    it."""
     with fork_rng(spec.seed):
         model = _fresh_model(spec)
         if look is not None:
@@ -425,6 +423,7 @@ def _operated(
     return model, tuple(reports)
 
 
+@plain_torch()
 def identity_of(spec: PipelineSpec) -> dict[str, str]:
     """Return what the model is, built once more, without the warnings of it that training issues."""
     identity: dict[str, str] = {}

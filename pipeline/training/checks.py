@@ -18,6 +18,7 @@ from torch import nn
 from ...common.errors import DrivetrainError, PlanError
 from ...common.model_state import buffers_kept, on_meta
 from ...loaders.beton.data_set import BetonFiles
+from ...loaders.beton.labels import LabelFacts
 from ...loaders.beton.targets import NOT_COUNTED
 from ...loaders.epochs import EpochLoader
 from ...loaders.image_size import ImageSize, height_width, size_text
@@ -60,8 +61,10 @@ class TrainedOn:
 
     def targets(self, judged: Targets) -> Targets:
         """Return the targets of the training data, as far as they are known, given those that are evaluated."""
-        read = partial(np.arange, self.count) if self.count else judged.read
-        return replace(judged, source="the training data", read=read, classes=self.classes, named=False)
+        own: dict[str, Any] = {}
+        if self.count:
+            own = {"read": partial(np.arange, self.count), "facts": LabelFacts.of([np.arange(self.count)])}
+        return replace(judged, source="the training data", classes=self.classes, named=False, **own)
 
 
 def targets_of(loader: EpochLoader, source: str, task: Task) -> Targets:
@@ -69,11 +72,11 @@ def targets_of(loader: EpochLoader, source: str, task: Task) -> Targets:
     beton, ends = loader.beton, np.array([0, loader.samples - 1])
     further = partial(loader.fields_of, ends) if loader.settings.fields else None
     if beton is None or not loader.has_masks:
-        if beton is not None and names and beton.fields[beton.label_name] == "int":
-            some, named = beton.read(beton.label_name, ends), True
-        else:
-            some, named = loader.labels[ends], False
-        return Targets(source, lambda: loader.labels, some, names, named=named, further=further)
+        some = loader.labels[ends] if beton is None else beton.read(beton.label_name, ends)
+        named = beton is not None and bool(names) and beton.fields[beton.label_name] == "int"
+        # Indices with names are checked wherever they are read, so that not all are read here.
+        facts = LabelFacts.of([np.arange(len(names))]) if named else loader.label_facts
+        return Targets(source, lambda: loader.labels, facts, some, names, named=named, further=further)
     if task.kind not in ("masks", "views", "any"):
         raise PlanError(
             f"{source} has a mask per image, but {type(task).__name__} trains on {task.kind}. Pass "
@@ -81,7 +84,7 @@ def targets_of(loader: EpochLoader, source: str, task: Task) -> Targets:
         )
     largest = _largest(beton, getattr(task, "ignored", (NOT_COUNTED,)))
     none = np.empty(0)
-    return Targets(source, lambda: none, none, names, largest=largest, further=further)
+    return Targets(source, lambda: none, LabelFacts.of([]), none, names, largest=largest, further=further)
 
 
 def _largest(files: BetonFiles, ignored: Sequence[int]) -> int:

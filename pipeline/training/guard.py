@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -44,8 +45,8 @@ class NonFiniteGuard(Observer):
         self._requests = requests or Requests()
         self._advice, self._scaled = advice, scaled
         self._at_once = self._skip or engine.device.type != "cuda"
-        self._late: tuple[int, HostCopy] | None = None  # the step, and its losses
-        self._late_norm: tuple[int, HostCopy] | None = None
+        # Checks of what is still on the device: each with its step, and the copy of its numbers.
+        self._late: list[tuple[Callable[[int, Any], object], int, HostCopy]] = []
         self._overflows = 0
 
     def on_step_start(self, state: TrainState) -> None:  # noqa: ARG002
@@ -57,13 +58,13 @@ class NonFiniteGuard(Observer):
         """On CUDA, raise for the previous step. Every rank must call it."""
         numbers = self._of_all_ranks(state.step_loss, state.step + 1)
         if self._at_once:
-            self._look_at_norm()
+            self.flush()
             return self._judged(state.step + 1, numbers.tolist())
-        now, start = (state.step + 1, HostCopy(numbers)), perf_counter()
+        now, start = (self._judged, state.step + 1, HostCopy(numbers)), perf_counter()
         self.flush()
         if self._clock is not None:
             self._clock.ran_ahead(perf_counter() - start)
-        self._late = now
+        self._late.append(now)
         return True
 
     @torch.no_grad()
@@ -102,32 +103,25 @@ class NonFiniteGuard(Observer):
         self._overflows = self._overflows + 1 if state.overflowed else 0
         step, norm = state.step + 1, state.norm
         if self._overflows == OVERFLOWS:
-            raise NonFiniteError(
+            self._fail(
                 f"At step {step} the gradients overflowed in fp16 for the {OVERFLOWS}th consecutive step, at "
                 f"every loss scale: they are not finite, with a finite loss. {self._advice()}"
             )
         if norm is not None and norm.device.type == "cuda":
-            self._late_norm = step, HostCopy(norm)
+            self._late.append((self._check_norm, step, HostCopy(norm)))
         elif norm is not None:
             self._check_norm(step, norm.item())
 
     def flush(self) -> None:
-        late, self._late = self._late, None
-        if late is not None:
-            self._judged(late[0], late[1].values())
-        self._look_at_norm()
-
-    def _look_at_norm(self) -> None:
-        late, self._late_norm = self._late_norm, None
-        if late is not None:
-            self._check_norm(late[0], late[1].values())
+        late, self._late = self._late, []
+        for check, step, copy in late:
+            check(step, copy.values())
 
     def _check_norm(self, step: int, value: float) -> None:
         if math.isfinite(value):
             return
-        if self._late is not None and self._late[0] == step:
-            self.flush()  # if the loss is not finite, it is the cause, and raises the better message
-        raise NonFiniteError(
+        self.flush()  # if the loss is not finite, it is the cause, and raises the better message
+        self._fail(
             f"At step {step} the gradient norm is {value}, with a finite loss; the weights are corrupted. "
             f"{self._remedies()}"
         )
@@ -146,7 +140,11 @@ class NonFiniteGuard(Observer):
             self._buffers.restore()
             return False
         spoiled = " The weights are no longer finite: skipping would not help." * self._skip
-        raise NonFiniteError(f"At step {step} the loss is {where}.{spoiled} {self._remedies()}")
+        self._fail(f"At step {step} the loss is {where}.{spoiled} {self._remedies()}")
+        return True
+
+    def _fail(self, text: str) -> None:
+        raise NonFiniteError(text)
 
     def _remedies(self) -> str:
         skipping = "" if self._skip else " Or skip such steps with fit(on_nonfinite='skip')."

@@ -234,6 +234,6 @@ def test_numbers_next_to_tensors_are_logged_without_waiting(monkeypatch: pytest.
     with SimulatedCuda() as copies:
         metrics.log({"norm": torch.ones((), device="cuda"), "rate": 0.1, "own": torch.ones(1)}, 1)
         assert copies.found == []
-    ((_, names, copy),) = metrics._extra
+    ((_, names, copy, _),) = metrics._pending
     assert names == ["norm", "rate", "own"]
     assert copy._host.tolist() == pytest.approx([1.0, 0.1, 1.0])

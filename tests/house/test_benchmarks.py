@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from drivetrain import Pipeline
 from drivetrain.loaders import convert
 from drivetrain.pipeline.measuring.race.result import Point, RaceResult, RaceRun
 from loader_pictures import jpeg_folder, raw_pictures
@@ -122,6 +123,15 @@ def test_the_peak_is_that_of_the_recipes_precision(data: Path, tmp_path: Path) -
         done = run(*command, cwd=data, timeout=280, env=ENVIRONMENT)
         assert done.returncode == 0, done.stderr[-2000:]
         assert json.loads((tmp_path / "limits-small.json").read_text())["precision"] == precision
+
+
+def test_every_method_can_be_raced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    recipe = Pipeline.from_recipe("cifar10-quickstart", epochs=5)
+    changed = {name: change(recipe) for name, change in importlib.import_module("methods").METHODS.items()}
+    for name, pipeline in changed.items():
+        assert pipeline != recipe, name
+        assert pipeline.plan()
 
 
 def test_a_method_is_compared_on_the_seeds_that_both_have(monkeypatch: pytest.MonkeyPatch) -> None:

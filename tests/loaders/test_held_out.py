@@ -47,7 +47,7 @@ def drawn_by_line(samples: np.ndarray, weights: np.ndarray, **key: int) -> np.nd
 
 
 def drawn_by_array(samples: np.ndarray, weights: np.ndarray, **key: int) -> np.ndarray:
-    """Up to version 3, and with quasi-random order."""
+    """Up to version 3, and in quasi-random order up to version 4."""
     return by_weight(samples, weights, **key)
 
 

@@ -1,6 +1,7 @@
 """The order of samples: determined by (seed, epoch), independent of workers and ranks, and exactly resumable."""
 
 import itertools
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,17 @@ import torch
 from drivetrain.common.errors import DataError
 from drivetrain.common.options.config import options_of
 from drivetrain.loaders import FFCVLoader, TorchLoader
+from drivetrain.loaders.beton.manifest import manifest_path
 from drivetrain.loaders.options import LoaderOptions
-from drivetrain.loaders.order.arrays import array_order, by_weight
-from drivetrain.loaders.order.batches import WINDOW, Shares, last_batch, shares
-from drivetrain.loaders.order.epoch import in_runs, mixed, shuffled, unshuffled
+from drivetrain.loaders.order.arrays import array_order, by_weight, mixed_array
+from drivetrain.loaders.order.batches import WINDOW, Order, Rest, Shares, between, last_batch, shares
+from drivetrain.loaders.order.epoch import drawn, in_runs, line_of, mixed, shuffled, spread, unshuffled
 from drivetrain.loaders.order.permutation import key_of, permuted, subkeys
 from drivetrain.loaders.sample_options import SampleOptions
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pipeline_data import SIDE as TOY_SIDE
+from pipeline_data import TRAIN, Toy
 
 COUNT, SIDE = 23, 12
 
@@ -391,8 +395,8 @@ def test_a_state_of_an_older_version_keeps_its_order(numbered: Path, kind: Any) 
         made.set_epoch(2)
         assert sorted(found := labels(made)) == sorted(first[1])
         assert found != first[1]
-        with pytest.raises(DataError, match="order_version=5, and this version of Drivetrain knows 1 to 4"):
-            made.load_state_dict(saved | {"order_version": 5})
+        with pytest.raises(DataError, match="order_version=6, and this version of Drivetrain knows 1 to 5"):
+            made.load_state_dict(saved | {"order_version": 6})
 
 
 @settings(deadline=None, max_examples=30)
@@ -446,6 +450,149 @@ def test_a_state_of_version_2_keeps_its_quasi_random_order(photos: Path) -> None
     order = in_runs(unshuffled(range(18)), seed=3, epoch=1, block=pages, window=WINDOW * 4)
     assert kept.tolist() == order.at(np.arange(18)).tolist()
     assert new.tolist() != kept.tolist()
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    lengths=st.lists(st.integers(1, 200), min_size=1, max_size=6), seed=st.integers(0, 2**40),
+    epoch=st.sampled_from([0, 1, 7, 2**63 - 1]), data=st.data(),
+)  # fmt: skip
+def test_shares_near_to_the_order_of_the_file(
+    lengths: list[int], seed: int, epoch: int, data: st.DataObject
+) -> None:  # fmt: skip
+    """Each part has its exact share, at equal distances; what is repeated has an augmentation of its own."""
+    ends = np.cumsum([0, *lengths])
+    parts = [np.arange(a, b) if b % 2 else range(a, b) for a, b in itertools.pairwise(ends.tolist())]
+    weights = data.draw(st.lists(st.integers(1, 9), min_size=len(parts), max_size=len(parts)))
+    samples = int(ends[-1])
+    order = spread(parts, weights, seed=seed, epoch=epoch, samples=samples)
+    found = order.at(np.arange(order.count))
+    assert len(np.unique(found)) == order.count == samples
+    start = 0
+    for part, count in zip(parts, shares(samples, weights), strict=True):
+        own, start = found[start : start + count], start + count
+        times = np.bincount(own % samples - part[0], minlength=len(part))
+        assert set(times.tolist()) <= {count // len(part), -(-count // len(part))}
+        for sample in np.flatnonzero(times):
+            turns = own[own % samples - part[0] == sample] // samples
+            assert sorted(turns.tolist()) == list(range(times[sample]))
+        assert (np.diff((own % samples - part[0]) // 64) >= 0).all()
+    positions = np.array(data.draw(st.permutations(range(samples))))
+    assert order.at(positions).tolist() == found[positions].tolist()
+
+
+def test_across_epochs_each_sample_of_a_part_is_trained_on_equally_often() -> None:
+    """Up to once: of a data set of which an epoch has half, two epochs have all."""
+    parts, total = [range(100), range(100, 107), range(107, 300)], np.zeros(300, np.int64)
+    for epoch in range(12):
+        order = spread(parts, [1.0, 3.0, 2.0], seed=5, epoch=epoch, samples=300)
+        total += np.bincount(order.at(np.arange(300)) % 300, minlength=300)
+        assert all(np.ptp(total[part.start : part.stop]) <= 1 for part in parts)
+
+
+def near_shares(count: int, seed: int, epoch: int, kind: str) -> Order:
+    """A file in which two classes take turns: the second is to be three quarters of an epoch, or half of the file."""
+    weights = np.where(np.arange(count) % 2, 1.5, 0.5)
+    if kind == "weights":
+        return drawn(range(count), line_of(weights, near=True), seed=seed, epoch=epoch, repeats=count, near=True)
+    parts = [range(count // 2), range(count // 2, count)]
+    return spread(parts, [1.0, 3.0], seed=seed, epoch=epoch, samples=count)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("weights", 0.75), ("parts", 0.5)])
+def test_classes_that_take_turns_in_a_file_do_so_in_no_epoch(kind: str, expected: float) -> None:
+    """At equal distances in the very order of the file, an epoch would have all samples of a class, or none."""
+    count, total = 6400, np.zeros(6400)
+    for epoch in range(40):
+        order = near_shares(count, 3, epoch, kind)
+        found = order.at(np.arange(count)) % count
+        assert abs(np.mean(found % 2) - expected) < 0.03
+        total += np.bincount(found, minlength=count)
+    share = np.where(np.arange(count) % 2, 1.5, 0.5) if kind == "weights" else np.repeat([0.5, 1.5], count // 2)
+    assert np.abs(total / 40 - share).max() < 0.1, "each as often as its share over the epochs"
+
+
+@pytest.mark.parametrize("kind", ["weights", "parts"])
+def test_shares_in_quasi_random_order_read_runs_of_the_file(kind: str) -> None:
+    count, page, batch = 6400, 20, 10
+    order = in_runs(
+        near_shares(count, 1, 2, kind), seed=1, epoch=2, block=page, window=WINDOW * batch, batch_size=batch
+    )
+    windows = order.at(np.arange(count)).reshape(-1, WINDOW * batch) % count // page
+    # A block of as many draws as a page has samples is of a stretch of 64 samples, or of two.
+    assert max(len(np.unique(window)) for window in windows) <= WINDOW * batch // page * 9
+    assert np.mean([len(np.unique(batch)) for batch in windows.reshape(-1, batch)]) > batch / 2
+
+
+@pytest.mark.parametrize("balance", ["class", tuple(range(1, TRAIN + 1))], ids=["class", "weights"])
+def test_balance_in_quasi_random_order(toy: Toy, balance: Any) -> None:
+    """By class: 32 samples of the first, and 8 of each of the others."""
+    options: dict[str, Any] = {"order": "quasi_random", "seed": 3, "image_size": TOY_SIDE, "batch_size": 16}
+    few = tuple(sample for sample in range(TRAIN) if sample % 4 == 0 or sample < 32)
+    chosen = SampleOptions(balance=balance, indices=few if balance == "class" else None)
+    with loader(toy.train, indices=chosen, **options) as made:
+        state = made.state_dict()
+        assert state["order_version"] == 5
+        new = [np.concatenate(made.shares(epoch)) for epoch in range(20)]
+        often = np.bincount(np.concatenate(new) % TRAIN, minlength=TRAIN)
+        expected = np.zeros(TRAIN)
+        expected[made.indices] = made.frequencies
+        assert np.corrcoef(often, expected)[0, 1] > 0.97
+        assert (often[expected == 0] == 0).all()
+        ranks = [loader(toy.train, indices=chosen, rank=rank, world_size=2, **options) for rank in range(2)]
+        for one, other, both in zip(*(each.shares(4) for each in (*ranks, made)), strict=True):
+            assert np.concatenate([one, other]).tolist() == both.tolist()
+        made.load_state_dict(state | {"order_version": 1, "epoch": 1})
+        assert made.state_dict()["order_version"] == 1
+        kept = np.concatenate(made.shares(1))
+        selected, pages = made.selected, made.beton.pages if made.beton else None
+    assert selected is not None
+    if balance == "class":
+        given = mixed_array(selected.parts, [1.0] * 4, seed=3, epoch=1, samples=TRAIN)
+    else:
+        given = by_weight(made.kept, np.array(balance, float), seed=3, epoch=1, repeats=TRAIN)
+    order = array_order(given, order="quasi_random", seed=3, epoch=1, batch_size=16, pages=pages)
+    assert kept.tolist() == order.at(np.arange(len(kept))).tolist() != new[1].tolist()
+
+
+@pytest.mark.parametrize("balance", [None, "class", tuple(range(1, TRAIN + 1))], ids=["none", "class", "weights"])
+def test_quasi_random_order_is_that_of_the_file_in_whatever_order_indices_are(toy: Toy, balance: Any) -> None:
+    given = np.random.default_rng(0).permutation(TRAIN)[:80]
+    options: dict[str, Any] = {"order": "quasi_random", "image_size": TOY_SIDE, "batch_size": 16}
+    found = []
+    for indices in (given, np.sort(given)):
+        chosen = SampleOptions(indices=tuple(indices.tolist()), balance=balance)
+        with loader(toy.train, indices=chosen, **options) as made:
+            found.append([np.concatenate(made.shares(epoch)).tolist() for epoch in range(2)])
+    assert found[0] == found[1]
+
+
+def test_a_mix_in_quasi_random_order(numbered: Path, tmp_path: Path) -> None:
+    for path in (numbered, manifest_path(numbered)):
+        if path.exists():
+            shutil.copy(path, tmp_path / path.name.replace("numbered", "other"))
+    mix: Any = {str(numbered): 1, str(tmp_path / "other.beton"): 3}
+    with loader(mix, order="quasi_random", indices=Rest(2 * COUNT, np.array([1, 30]))) as made:
+        assert made.state_dict()["order_version"] == 5
+        found = [np.concatenate(made.shares(epoch)) % (2 * COUNT) for epoch in range(30)]
+        assert {np.count_nonzero(one < COUNT) for one in found} == {11}
+        assert np.bincount(np.concatenate(found))[[1, 30]].tolist() == [0, 0]
+        made.load_state_dict(made.state_dict() | {"order_version": 1})
+        kept = np.concatenate(made.shares(1))
+        parts = [between(np.delete(np.arange(2 * COUNT), [1, 30]), first, first + COUNT) for first in (0, COUNT)]
+        pages = made.beton.pages if made.beton else None
+    given = mixed_array(parts, [1.0, 3.0], seed=0, epoch=1, samples=2 * COUNT)
+    order = array_order(given, order="quasi_random", seed=0, epoch=1, batch_size=4, pages=pages)
+    assert kept.tolist() == order.at(np.arange(len(kept))).tolist()
+
+
+def test_a_part_of_all_but_some_has_no_array_of_its_own() -> None:
+    rest = Rest(100, np.array([3, 40, 41, 77]))
+    for first, end in ((0, 100), (0, 40), (40, 78), (42, 77), (41, 42)):
+        part = between(rest, first, end)
+        assert isinstance(part, Rest)
+        expected = [sample for sample in range(first, end) if sample not in (3, 40, 41, 77)]
+        assert part.at(np.arange(len(part))).tolist() == expected
 
 
 def test_a_last_batch_that_was_not_given_yet_is_not_lost(numbered: Path) -> None:

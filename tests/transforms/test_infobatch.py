@@ -5,16 +5,21 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from drivetrain import Callback, Classification, Pipeline, PlanError, RunView, Task, strategies
 from drivetrain import transforms as t
+from drivetrain.common.storage import shared
 from drivetrain.loaders import FFCVLoader
 from drivetrain.loaders.order.batches import LastBatch, Shares
 from drivetrain.loaders.order.epoch import shuffled, unshuffled
@@ -25,6 +30,7 @@ from drivetrain.pipeline.training.loop import train_epoch
 from drivetrain.transforms import infobatch
 from own_transforms import GaussianNoise
 from pipeline_data import CLASSES, SIDE, TRAIN, Toy, numbers, plain_model
+from safetensors import safe_open
 from torch import nn
 
 RATIO, ANNEAL, EPOCHS, BATCH, SEED, LR = 0.5, 0.25, 6, 16, 0, 0.1
@@ -197,6 +203,51 @@ def test_two_ranks_resume_exactly(toy: Toy, tmp_path: Path, reference: Reference
     torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
 
 
+class Maps(Callback):
+    """The memory of the scores that each rank has, in a file of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_epoch_end(self, view: RunView) -> None:  # noqa: ARG002
+        lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+        nodes = sorted(line[4] for line in lines if "infobatch-" in line[-1] or "infobatch-" in line[-2])
+        (self.folder / f"rank-{dist.get_rank()}").write_text(" ".join(nodes))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at Linux's /proc")
+def test_ranks_of_a_machine_have_the_scores_together(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one file, which is gone when they end; and once in a checkpoint, whatever the number of ranks."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ranks = pipeline_of(toy).distribute("ddp", devices=2)
+    fit(ranks, out=tmp_path / "run", callbacks=[Maps(tmp_path), StopsAt(2 * FULL)])
+    first, second = ((tmp_path / f"rank-{rank}").read_text().split() for rank in range(2))
+    assert len(first) == 2  # scores and kinds
+    assert first == second
+    assert not list(tmp_path.glob("drivetrain-*/infobatch-*"))
+    step = max((tmp_path / "run/checkpoints").glob("step-*"))
+    names = [name for file in step.glob("*.safetensors") for name in safe_open(file, "numpy").keys()]  # noqa: SIM118
+    assert len([name for name in names if "InfoBatch" in name]) == 2
+
+
+def test_machines_that_share_a_folder_have_files_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, engine = [], SimpleNamespace(rank=0, world_size=2, reduce=lambda value, _="mean": value)
+
+    def noted(name: str, length: int, dtype: type[Any]) -> np.ndarray:
+        names.append(name)
+        return np.empty(length, dtype)
+
+    monkeypatch.setattr(infobatch, "joint_array", noted)
+    monkeypatch.setattr(infobatch.secrets, "randbits", lambda _: 7)
+    monkeypatch.setattr(infobatch, "forget_array", lambda _: None)
+    for boot in ("one", "another", "one"):
+        monkeypatch.setattr(shared, "boot_id", lambda boot=boot: boot)
+        assert infobatch._together(engine, 3, np.uint8, 1).tolist() == [1, 1, 1]
+    assert names[0] == names[2] != names[1]
+
+
 def test_a_loop_of_ones_own(toy: Toy, reference: Reference) -> None:
     """As the documentation shows it."""
     with pipeline_of(toy).build() as built:
@@ -253,7 +304,7 @@ def test_a_checkpoint_of_0_2_0_has_the_factors_themselves() -> None:
     tensors = {"scores": torch.from_numpy(scores), "factors": torch.tensor([0.0, 1.0, 2.0, 1.0])}
     session.load_state_dict({name: {".each": tensor} for name, tensor in tensors.items()})
     state = session.state_dict()
-    assert np.array_equal(state["scores"][".each"].numpy(), scores, equal_nan=True)
+    assert np.array_equal(state["scores"][".each"].numpy().view(np.float32), scores, equal_nan=True)
     assert infobatch._factors(RATIO, state["kinds"][".each"].numpy()).tolist() == [0, 1, 2, 1]
 
 
@@ -283,7 +334,7 @@ def test_samples_of_a_part_of_the_data(toy: Toy) -> None:
             train_epoch(built.engine, built.train, built.loss, built.hooks, schedule)
             lengths.append(built.hooks.state.epoch_steps)
         state = built.hooks.state_dict()["InfoBatch"]
-        scored = np.flatnonzero(~np.isnan(state["scores"][".each"].numpy()))
+        scored = np.flatnonzero(~np.isnan(state["scores"][".each"].numpy().view(np.float32)))
         assert np.array_equal(scored, np.sort(built.train.indices))
     assert lengths[0] == 96 // BATCH > max(lengths[1:])
 
@@ -304,7 +355,7 @@ def test_scores_are_of_sams_first_pass(toy: Toy) -> None:
             schedule = built.begin(1)
             built.begin_epoch()
             train_epoch(built.engine, built.train, built.loss, built.hooks, schedule)
-            found.append(built.hooks.state_dict()["InfoBatch"]["scores"][".each"])
+            found.append(built.hooks.state_dict()["InfoBatch"]["scores"][".each"].view(torch.float32))
     assert torch.equal(*found)
     assert found[0].isfinite().all()
 

@@ -116,7 +116,7 @@ class Loader:
 def pruning(on: Callable[[Any], Any]) -> Any:
     device = torch.device("cuda", 0) if isinstance(on, OnDevice) else torch.device("cpu")
     loop: Any = TrainState(total_steps=40, steps_per_epoch=4, epoch_steps=4, loader=Loader())
-    loop.engine = SimpleNamespace(device=device, rank=0, accumulate=2)
+    loop.engine = SimpleNamespace(device=device, rank=0, world_size=1, accumulate=2)
     followed = t.InfoBatch().session(nn.Identity())
     followed.before_epoch(loop)
     followed.on_epoch_start(loop)

@@ -49,7 +49,7 @@ def race(
 
     \b
     drivetrain race cifar10-quickstart --target 0.8 --out races/quickstart
-    drivetrain race cifar10-quickstart --target 0.8 --against plain --against "batch_size=256 compile=true"
+    drivetrain race cifar10-quickstart --target 0.8 --against plain --against "batch_size=512 compile=true"
     """
     variants = {text: text.split() for text in against or (PLAIN,)}
     others = {text: _recipe_of(words, recipe, overrides) for text, words in variants.items() if words != [PLAIN]}

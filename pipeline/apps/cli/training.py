@@ -112,7 +112,7 @@ def train(
     (model: module:factory) is imported from the working directory or the file's folder. On several devices:
 
     \b
-    torchrun --nproc-per-node=8 -m drivetrain train RECIPE devices=auto
+    torchrun --nproc-per-node=8 -m drivetrain train RECIPE strategy=ddp devices=auto
     """
     with pipeline_of(recipe, overrides, train, val) as pipeline:
         from ....strategies.launching.group import is_main_process

@@ -24,6 +24,7 @@ from ....common.checks import check_number, check_whole
 from ....common.errors import CheckpointError, DataError, PlanError
 from ....common.storage.addresses import local_path
 from ....common.terminal import is_interactive
+from ...callbacks.callback import Callback, RunView
 from ...describe.pipeline_spec import PipelineSpec
 from ...describe.resolve import ResolvedPlan, resolve
 from ...ledger.variant import PLAIN
@@ -38,7 +39,6 @@ from ...training.build import fork_rng, plain_torch, resolve_data
 from ...training.model_identity import digest
 from ..runner import check_measurable, describe_error
 from ..variants import plain
-from .clock import RaceClock
 from .result import Point, RaceInterrupted, RaceResult, RaceRun, read_runs
 
 Against = Mapping[str, PipelineSpec] | Sequence[PipelineSpec]
@@ -128,7 +128,9 @@ def _variants(spec: PipelineSpec, against: Against | None) -> dict[str, Pipeline
 def _checked(name: str, spec: PipelineSpec, progress: bool) -> ResolvedPlan:
     plan = resolve_data(resolve(spec), progress)
     if plan.spec.epochs is None:
-        raise PlanError(f"Number of epochs of {name!r} not set. Pass race(epochs=…) (--epochs).")
+        raise PlanError(
+            f"Number of epochs of {name!r} not set. Pass race(epochs=…), or set epochs=… in the recipe or the command."
+        )
     if plan.data.val is None:
         raise PlanError(
             f"A race measures the accuracy, which needs validation data; {name!r} has none. Pass a second file to "
@@ -160,6 +162,50 @@ def _facts(plans: Mapping[str, ResolvedPlan], rules: Mapping[str, Any]) -> dict[
         options = options_of(plan) | {"epochs": plan.spec.epochs}
         facts |= {f"{name}: {key}": value for key, value in options.items() if key != "seed"}
     return facts | facts_here()
+
+
+class RaceClock(Callback):
+    """Keep `(seconds, images, accuracy)` of each evaluation. Once the training has taken more than `limit` seconds
+    without reaching the target, it ends at the next evaluation or end of an epoch. There is no `on_step_end`, which
+    could slow the steps that are timed."""
+
+    def __init__(self, monitor: Monitor, target: float, limit: float | None) -> None:
+        self.monitor, self.target, self.limit = monitor, target, limit
+        self.points: list[list[float]] = []
+        self._start, self._before = perf_counter(), 0.0
+
+    @property
+    def wall(self) -> float:
+        """Seconds since it was created, and those of the run before it was interrupted."""
+        return self._before + perf_counter() - self._start
+
+    @property
+    def reason(self) -> str:
+        """Why it stops a run."""
+        return f"race: {self.target:g} not reached within {self.limit:.4g} s" if self.limit is not None else ""
+
+    def on_fit_start(self, view: RunView) -> None:  # noqa: ARG002
+        self.points = []
+
+    def on_evaluation_end(self, view: RunView) -> None:
+        value = view.metrics.get(self.monitor.name)
+        if value is not None and value == value:  # not over no sample
+            self.points.append([view.seconds, view.images, self.monitor.fraction(value)])
+        self._look(view)
+
+    def on_epoch_end(self, view: RunView) -> None:
+        self._look(view)
+
+    def _look(self, view: RunView) -> None:
+        reached = any(self.monitor.reaches(accuracy, self.target) for _, _, accuracy in self.points)
+        if self.limit is not None and view.seconds > self.limit and not reached:
+            view.stop(self.reason)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"points": self.points, "wall": self.wall}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.points, self._before, self._start = state["points"], state["wall"], perf_counter()
 
 
 class _Race:

@@ -22,10 +22,11 @@ from .... import transforms
 from ....common.errors import CheckpointError
 from ....loaders.epochs import EpochLoader
 from ....loaders.order.batches import taken
-from ....loaders.selection import Selection
+from ....loaders.selection import Selection, once
 from ....loaders.sources import files_of
 from ....strategies.common.optimizer_state import IMPLEMENTATION
 from ....transforms import Transform, declares_length, follows_length
+from ...describe.config import DataConfig
 from ...describe.pipeline_spec import PipelineSpec, sort_transforms
 from ...describe.resolve import ResolvedPlan
 from ...models.factories import LIBRARIES, name_of_factory
@@ -50,7 +51,7 @@ def fingerprint(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]
         "training samples": train.state_dict()["samples"],
         "training data (CRC-32)": _identity(train),
         "weights of the training data": list(files_of(data.train).weights or ()),
-        "selected samples (CRC-32)": _selected(train.selected),
+        "selected samples (CRC-32)": _selected(data, train),
         "batch_size": data.batch_size,
         "image_size": data.image_size,
         "loader": data.loader,
@@ -159,10 +160,17 @@ def _numbers(group: dict[str, Any]) -> dict[str, Any]:
     return {key: v.item() if isinstance(v, torch.Tensor) and v.dim() == 0 else v for key, v in plain.items()}
 
 
-def _selected(chosen: Selection | None) -> int | None:
+def _selected(data: DataConfig, train: EpochLoader) -> int | None:
     """Return the CRC-32 of the samples trained on and their shares; None, as in older versions, if it is all once."""
-    if chosen is None:
+    if (chosen := train.selected) is None:
         return None
+    if train.beton is None:
+        return _crc_of(chosen)
+    found = once(data, train.beton, "CRC-32", lambda: {"crc": np.array(_crc_of(chosen), np.uint32)})
+    return int(found["crc"])
+
+
+def _crc_of(chosen: Selection) -> int:
     crc = zlib.crc32(np.array([len(part) for part in chosen.parts], np.int64).tobytes())
     if chosen.weights is not None:
         crc = zlib.crc32(chosen.weights.data, crc)

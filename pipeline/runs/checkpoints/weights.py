@@ -9,7 +9,7 @@ from torch import nn
 from ....common.errors import CheckpointError
 from ....common.model_state import ModelState
 from ....common.storage.files import sha256
-from ....common.storage.tensors import open_tensors, save_weights
+from ....common.storage.tensors import open_tensors, read_tensors, save_weights
 from ....transforms import Transform
 
 
@@ -31,13 +31,13 @@ def save_model(
     if state.unlisted:
         save_weights(state.unlisted, other)
         linked["unlisted"] = sha256(other)
-    save_weights(state.weights, path, epochs=epochs, about=linked)
+    save_weights(state.weights, path, epochs=epochs, about=linked, checksum=True)
     if not state.unlisted:
         other.unlink(missing_ok=True)  # of an earlier file of this name
 
 
 def open_model(path: Path) -> ModelState:
-    return ModelState(dict(open_tensors(path)), open_unlisted(path))
+    return ModelState(read_tensors(path), open_unlisted(path))
 
 
 def open_unlisted(path: Path) -> dict[str, torch.Tensor]:
@@ -61,7 +61,7 @@ def load_model(path: Path, *, epochs: int | str) -> ModelState:
         if open_tensors(path).metadata.get("epochs") != str(epochs):
             return ModelState()
         return open_model(path)
-    except CheckpointError:  # an incomplete file is not a result
+    except CheckpointError:  # an incomplete or damaged file is not a result
         return ModelState()
 
 

@@ -15,8 +15,18 @@ import numpy as np
 import pytest
 from drivetrain.common.errors import DataError
 from drivetrain.common.storage import shared
-from drivetrain.common.storage.shared import shared_arrays
+from drivetrain.common.storage.shared import forget_array, forget_arrays, joint_array, key_of, shared_arrays
 
+JOINT = """
+import sys
+import numpy as np
+from drivetrain.common.storage.shared import joint_array
+
+array = joint_array("name", 1 << 18, np.float32)
+for line in sys.stdin:
+    array[int(line)] += 1
+    print(array.sum(), flush=True)
+"""
 SCRIPT = """
 import sys, time
 from pathlib import Path
@@ -157,3 +167,77 @@ def test_nobody_waits_for_other_keys() -> None:
         finally:
             go_on.set()
         assert len(first.result(30)) == 1
+
+
+def test_arrays_that_may_have_changed_are_made_again(own_folder: Path) -> None:
+    made = []
+
+    def counted() -> dict[str, np.ndarray]:
+        made.append(1)
+        return make()
+
+    for _ in range(2):
+        shared_arrays("key", counted, within=60)
+    assert len(made) == 1
+    past = time.time() - 61
+    os.utime(own_folder / "key/names.json", (past, past))
+    shared_arrays("key", counted)
+    assert len(made) == 1
+    shared_arrays("key", counted, within=60)
+    assert len(made) == 2
+    forget_arrays("key")
+    forget_arrays("another")
+    shared_arrays("key", counted)
+    assert len(made) == 3
+
+
+def test_a_key_is_of_all_that_it_depends_on() -> None:
+    keys = [key_of(*facts) for facts in (("a", 1), ("a", 2), ("a", "1"), ("a", [1]), ("a", 1, None))]
+    assert len({*keys}) == 5
+    assert key_of("a", 1) == keys[0]
+
+
+@pytest.mark.process
+@pytest.mark.timeout(60)
+def test_an_array_that_all_write(tmp_path: Path, own_folder: Path, started: list[Popen[str]]) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    for _ in range(2):
+        command = [sys.executable, "-c", JOINT]
+        started.append(Popen(command, cwd=tmp_path, env=environment, stdin=PIPE, stdout=PIPE, text=True))
+    mine = joint_array("name", 1 << 18, np.float32)
+    assert not mine.any()
+    for number, process in enumerate([*started, *started]):
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(f"{number}\n")
+        process.stdin.flush()
+        assert float(process.stdout.readline()) == mine.sum() == number + 1
+        if number == 1:  # both have it
+            forget_array("name")
+            forget_array("name")
+            assert list(own_folder.iterdir()) == []
+    for process in started:
+        process.communicate(timeout=30)
+    assert mine[:5].tolist() == [1, 1, 1, 1, 0]
+
+
+def test_on_a_full_disk_each_has_an_array_of_its_own(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    first, second = (joint_array("name", 10, np.uint8) for _ in range(2))
+    first[:], second[:] = 1, 2
+    assert (first.sum(), second.sum()) == (10, 20)
+    forget_array("name")
+    assert list(own_folder.iterdir()) == []
+
+
+def test_a_system_that_cannot_reserve_room(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """macOS."""
+    monkeypatch.delattr(os, "posix_fallocate")
+    first, second = (joint_array("name", 10, np.uint8) for _ in range(2))
+    first[:] = 1
+    assert second.sum() == 10
+    forget_array("name")
+    assert list(own_folder.iterdir()) == []

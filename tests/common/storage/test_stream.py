@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -148,6 +149,7 @@ def test_more_files_than_are_open_at_a_time(
     server: RangeServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     monkeypatch.setattr(data_set, "MOST_OPEN", most)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     options = OPTIONS | {"stream": True, "cache_limit": LIMIT, "patience": 1}
     with (
         FFCVLoader(folder / "part-{0..2}.beton", **OPTIONS) as local,
@@ -164,11 +166,49 @@ def test_a_file_at_an_address_among_many_others(
     server: RangeServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(data_set, "MOST_OPEN", 1)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     near, far, last = str(folder / "part-0.beton"), server.address("part-1.beton"), str(folder / "part-2.beton")
     remote = Remote(tmp_path, LIMIT, stream=True)
-    files = data_set.open_files({near: 1, far: 1, last: 1}, remote)
-    assert files.remote
-    assert files.room
+    for _ in range(2):  # the second time, as another process, which has not looked at all of them
+        files = data_set.open_files({near: 1, far: 1, last: 1}, remote)
+        assert files.remote
+        assert files.room
+
+
+def test_many_files_at_addresses_are_looked_at_once(
+    server: RangeServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_set, "MOST_OPEN", 1)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for path in folder.glob("part-*"):
+        shutil.copy(path, tmp_path)
+    server.folder = tmp_path
+    remote, address = Remote(tmp_path / "cache", LIMIT, stream=True), server.address("part-{0..2}.beton")
+
+    def opened() -> tuple[data_set.BetonFiles, set[str]]:
+        before = len(server.requests)
+        files = data_set.open_files(address, remote)
+        return files, {Path(path).name for path, _, _ in server.requests[before:]}
+
+    first, asked = opened()
+    assert {f"part-{number}.beton" for number in range(3)} <= asked
+    second, asked = opened()
+    assert asked <= {"part-0.beton", "part-0.beton.json"}
+    assert second.checksum == first.checksum
+    assert second.read("label", np.arange(30, 90)).tolist() == first.read("label", np.arange(30, 90)).tolist()
+    # Another conversion to the same addresses: the next process looks again.
+    data = np.zeros((60, 8, 8, 3), np.uint8), np.arange(60) % 3
+    convert(data, tmp_path / "part-{0..2}.beton", progress=False)
+    third, asked = opened()
+    assert {f"part-{number}.beton" for number in range(3)} <= asked
+    assert len(third) == 60
+    # Only the last one: it is noticed when it is used, and the next process looks again.
+    convert((data[0][:20], np.full(20, 2)), tmp_path / "part-2.beton", progress=False)
+    fourth, _ = opened()
+    with pytest.raises(BetonError, match=r"part-2.beton is no longer the file that the loader opened"):
+        fourth.read("label", np.arange(55, 60))
+    fifth, _ = opened()
+    assert fifth.read("label", np.arange(55, 60)).tolist() == [2] * 5
 
 
 def test_a_loop_that_is_left_and_epochs_that_are_skipped(server: RangeServer, folder: Path) -> None:

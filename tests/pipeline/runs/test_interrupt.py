@@ -79,7 +79,6 @@ def interrupt(process: subprocess.Popen[str]) -> tuple[str, str]:
     return output
 
 
-@pytest.mark.alone
 def test_scripts_that_are_interrupted(toy: Toy, tmp_path: Path, started: list[subprocess.Popen[str]]) -> None:
     """On one device, on two ranks, and with the worker processes of PyTorch's loader; all at the same time."""
     script = tmp_path / "script.py"
@@ -235,7 +234,6 @@ def command(*arguments: str) -> list[str]:
     return [str(Path(sys.executable).with_name("drivetrain")), *arguments]
 
 
-@pytest.mark.alone
 def test_the_command_line_ends_with_a_line(toy: Toy, tmp_path: Path, started: list[subprocess.Popen[str]]) -> None:
     """Training, the ledger and a conversion, at the same time."""
     values = ["batch_size=4", "image_size=16", "loading={}", "workers=1", "epochs=5000", "precision=fp32"]

@@ -161,6 +161,15 @@ def test_a_run_is_loaded_from_its_folder(run: tuple[FitResult, Path, str], folde
             load_run(tmp_path / name)
     with pytest.raises(DrivetrainError, match="no finished epoch"):
         load_run(tmp_path / "nowhere")
+    weights = tmp_path / "history.json" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-100] ^= 1  # as a disk or a store may return it
+    weights.write_bytes(content)
+    shutil.copy(out / "history.json", tmp_path / "history.json")
+    with pytest.raises(CheckpointError, match=r"model.safetensors is damaged, or does not have the weights"):
+        load_run(tmp_path / "history.json")
+    with pytest.raises(DrivetrainError, match=r"model.safetensors is damaged: it is not what was written"):
+        Pipeline.from_recipe(out / "recipe.yaml").evaluate(weights)
 
 
 def test_a_runs_recipe_trains_again_with_other_data(

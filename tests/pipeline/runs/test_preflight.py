@@ -4,11 +4,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from cluster_jobs import Case, compare_before_training
 from drivetrain import EarlyStopping, Pipeline, PlanError, Regression, StrategyError, strategies
 from drivetrain.pipeline import Checkpoints
+from drivetrain.pipeline.runs import run
+from drivetrain.pipeline.runs.checkpoints.fingerprint import fingerprint
 from drivetrain.transforms import LabelSmoothing, MixUp
 from pipeline_data import Toy, batch_norm_model, write_toy
+
+
+def after_another_look(pipeline: Pipeline) -> str:
+    """As if rank 1's machine had looked at files at addresses before some were replaced."""
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(run, "fingerprint", lambda *others: fingerprint(*others) | {"training samples": 1})
+        with pytest.raises(StrategyError) as error:
+            pipeline.fit(epochs=1, progress=False)
+    return str(error.value)
+
+
+def test_ranks_that_know_other_data_do_not_train(toy: Toy) -> None:
+    two = toy.pipeline().distribute("ddp", devices=2, device="cpu")
+    first, second = strategies.launch(after_another_look, two, devices=2, device="cpu")
+    assert first == second
+    assert first.startswith("The ranks have other data")
 
 
 @pytest.mark.process

@@ -1,5 +1,6 @@
 """`Regression(scale_targets=True)`: as a plain loop that scales by hand, resumed, loaded, exported, and refused."""
 
+import tempfile
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,10 @@ import task_jobs as jobs
 import torch
 import torch.nn.functional as F
 from drivetrain import CheckpointError, Pipeline, PlanError, Regression
+from drivetrain.loaders.beton import data_set
 from drivetrain.pipeline import load_run
 from drivetrain.pipeline.apps.exports.export import export
+from drivetrain.pipeline.tasks import standard
 from drivetrain.pipeline.tasks.target_scale import BUFFERS, attach_scale, carried_scale, fit_scale
 from same_runs import assert_same_weights
 from torch import nn
@@ -36,6 +39,35 @@ def pipeline_of(files: Files, *, scaled: bool = True, **load: Any) -> Pipeline:
     start = Pipeline(jobs.Outputs, num_classes=3).task(Regression(scale_targets=scaled))
     start = start.load(files[0], files[1], **{"batch_size": 32, "image_size": jobs.SIDE, "flip": False, **load})
     return start.optimize("sgd", lr=0.05 if scaled else 1e-12, momentum=0.9, schedule="constant")
+
+
+def test_of_large_data_one_process_of_a_machine_reads_the_targets(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"batch_size": 16, "image_size": jobs.SIDE, "limit": 50}
+    pipeline = pipeline_of(files).load(files[0], val_split=0.3, **options)
+    weighted = pipeline.load(files[0], balance=(1.0,) * 10 + (2.0,) * (jobs.TRAIN - 10), **options)
+
+    def scales() -> list[Any]:
+        found = []
+        for each in (pipeline, weighted):
+            with each.build() as built:
+                found.append(carried_scale(built.engine.plain_model))
+        return found
+
+    expected, note = scales(), str(pipeline.plan())
+    assert not torch.equal(expected[0].mean, expected[1].mean)
+    monkeypatch.setattr(data_set, "CHECKED", 0)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    found = scales()
+    with monkeypatch.context() as patch:
+        patch.setattr(standard, "fit_scale", None)  # not called again, nor are all labels read
+        patch.setattr(data_set.BetonFiles, "labels", None)
+        again = scales()
+        assert str(pipeline.plan()) == note
+    for one, other, third in zip(expected, found, again, strict=True):
+        torch.testing.assert_close(tuple(one), tuple(other), rtol=0, atol=0)
+        torch.testing.assert_close(tuple(one), tuple(third), rtol=0, atol=0)
 
 
 def test_it_is_a_plain_loop_that_scales_by_hand(files: Files) -> None:
@@ -168,3 +200,13 @@ def test_refused(files: Files) -> None:
     ):
         with pytest.raises(PlanError, match=words):
             make()
+
+
+def test_another_default_device_of_the_caller(files: Files) -> None:
+    for scaled in (True, False):
+        pipeline = pipeline_of(files, scaled=scaled)
+        note = str(pipeline.plan())
+        with torch.device("meta"):
+            assert str(pipeline.plan()) == note
+            with pipeline.build() as built:
+                assert built.train.device.type == "cpu"

@@ -41,7 +41,7 @@ def test_help_describes_every_command_and_option(monkeypatch: pytest.MonkeyPatch
             assert re.search(r"  \S.* \w+", rest), f"{command} {option} is not described:\n{own.out}"
         assert max(map(len, own.out.splitlines())) < 110
     assert "[default: 0.5]" in pages[0].out
-    assert "\n\n  torchrun --nproc-per-node=8 -m drivetrain train RECIPE devices=auto\n" in pages[4].out
+    assert "\n\n  torchrun --nproc-per-node=8 -m drivetrain train RECIPE strategy=ddp devices=auto\n" in pages[4].out
     empty = call()
     assert (empty.code, empty.out) == (2, page.out)
     assert call("--version").out.startswith("drivetrain 0.")

@@ -17,8 +17,8 @@ from command_line import call, done, toy_values
 from drivetrain import Pipeline, PlanError
 from drivetrain.common.errors import DrivetrainError, LedgerError
 from drivetrain.pipeline import RaceInterrupted, RaceResult
-from drivetrain.pipeline.measuring.race.clock import RaceClock
 from drivetrain.pipeline.measuring.race.picture import medians
+from drivetrain.pipeline.measuring.race.race import RaceClock
 from drivetrain.pipeline.measuring.race.result import Point, RaceRun
 from drivetrain.pipeline.telemetry.history import Monitor
 from pipeline_data import BATCH, TRAIN, Sleepy, Toy, plain_model
@@ -282,7 +282,7 @@ def test_what_cannot_be_raced_is_refused(toy: Toy, tmp_path: Path) -> None:
     for changed, message in (
         ({"target": 90}, r"target=90 must be a finite number in \(0, 1\]"),
         ({"seeds": 0}, "seeds=0 must be a positive integer"),
-        ({"epochs": None}, "Number of epochs of 'the pipeline' not set"),
+        ({"epochs": None}, "Number of epochs of 'the pipeline' not set.*epochs=… in the recipe or the command"),
         ({"epochs": 0}, "epochs=0 must be a positive integer"),
         ({"give_up": 0.5}, r"give_up=0.5 must be a finite number in \[1, inf\)"),
         ({"seconds": 0}, "must be positive and finite"),

@@ -281,7 +281,7 @@ def test_other_data_and_none(toy: Toy) -> None:
     result = toy.pipeline().fit(epochs=1, progress=False)
     assert len(result.errors(toy.train)) == 128
     without = toy.named().load(toy.train, batch_size=32, image_size=SIDE)
-    with pytest.raises(PlanError, match="no validation data"):
+    with pytest.raises(PlanError, match=r"no validation data.*errors\('val\.beton'\) \(--data\)"):
         replace(result, spec=without).errors()
 
 

@@ -15,7 +15,7 @@ import torchvision
 from command_line import call_several, toy_values
 from drivetrain import CheckpointError, Pipeline, PlanError
 from drivetrain.common.model_state import BufferCopies
-from drivetrain.common.storage.tensors import Tensors, open_tensors, save_weights
+from drivetrain.common.storage.tensors import Tensors, open_tensors, read_tensors, save_weights
 from drivetrain.pipeline import Checkpoints, Epoch, export
 from drivetrain.pipeline.models import cifar_resnet
 from drivetrain.pipeline.runs.checkpoints.directory import CheckpointDir
@@ -305,3 +305,22 @@ def test_the_commands(toy: Toy, tmp_path: Path) -> None:
     assert "does not end in .safetensors" in data.line
     assert f"e.g. {Path(toy.train).with_suffix('.safetensors')}" in data.line
     assert Path(toy.train).read_bytes() == before
+
+
+def test_a_file_that_is_not_what_was_written_is_refused(tmp_path: Path) -> None:
+    """Whichever byte is another one; without a checksum, a wrong number is a wrong number."""
+    tensors = {"a": torch.arange(5.0), "wide": torch.ones(2, dtype=torch.complex128), "none": torch.zeros(0, 3)}
+    path = tmp_path / "model.safetensors"
+    save_weights(tensors, path, epochs=2, about={"format": "pt"}, checksum=True)
+    torch.testing.assert_close(read_tensors(path), tensors, rtol=0, atol=0)
+    written = path.read_bytes()
+    save_weights(tensors, path, epochs=2, about={"format": "pt"}, checksum=True)
+    assert path.read_bytes() == written
+    key = written.index(b"drivetrain.crc32")  # a file with another key in its place has no checksum
+    for place in {*range(len(written))} - {*range(key, key + len("drivetrain.crc32"))}:
+        path.write_bytes(written[:place] + bytes([written[place] ^ 1]) + written[place + 1 :])
+        with pytest.raises(CheckpointError):
+            read_tensors(path)
+    save_weights(tensors, path)
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    assert read_tensors(path)["a"].shape == (5,)
