@@ -52,8 +52,9 @@ def cores() -> int:
     return count if limits.cores is None else max(min(count, math.ceil(limits.cores)), 1)
 
 
-def rank_cores() -> int:
-    return max(cores() // local_ranks(), 1)
+def rank_cores(ranks: int = 1) -> int:
+    """Return this rank's share of `cores`; `ranks` is the local world size if no launcher has set it."""
+    return max(cores() // local_ranks(ranks), 1)
 
 
 def total_memory() -> int:

@@ -393,8 +393,8 @@ class Pipeline(PipelineSpec):
                 and time. These training runs are not part of `seconds`; each takes as long as a call of `fit`. The
                 progress bar shows the current one and the time left.
             epochs: epochs of each training run; None: the recipe's. Only with `accuracy`.
-            target: top-1 accuracy, 0 to 1, for the time to accuracy; None: what plain PyTorch reaches. Only with
-                `accuracy`.
+            target: the accuracy, 0 to 1, for the time to accuracy, of the metric that the task monitors; None: what
+                plain PyTorch reaches. Only with `accuracy`.
             other_loader: also measure another loader, alone and in the full pipeline, interleaved with the rest:
                 `"ffcv_stock"` shows FFCV's own loader next to `"ffcv"`.
             progress: show a progress bar of the time budget.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, ParamSpec
 
 import torch
@@ -134,7 +134,9 @@ class GyroDropout(Transform):
         return self.total_steps is None
 
     def apply(self, model: nn.Module) -> Report:
-        return operate("GyroDropout", model, _judge, self._change, "Dropout with p above 0")
+        # Of weights (B, K, N, N) of K heads. Fused attention reads its p, and does not call it.
+        attention = {id(module.attn_drop) for module in model.modules() if hasattr(module, "attn_drop")}
+        return operate("GyroDropout", model, partial(_judge, attention), self._change, "Dropout with p above 0")
 
     def begin(self, model: nn.Module, total_steps: int) -> None:
         for module in model.modules():
@@ -181,11 +183,13 @@ class _Steps(Session):
             layer.step, layer.masks = state[name], None  # the masks depend on the count
 
 
-def _judge(module: nn.Module) -> Verdict | str:
+def _judge(attention: Set[int], module: nn.Module) -> Verdict | str:
     if isinstance(module, GyroDropoutLayer):
         return Verdict.DONE
     if not isinstance(module, nn.Dropout):
         return Verdict.IGNORE
     if module.p == 0:
         return "p=0 has no effect"
+    if id(module) in attention:
+        return "it drops attention weights, which have no features"
     return obstacle(module, nn.Dropout) or Verdict.CHANGE

@@ -14,6 +14,17 @@ from .common.surgery import Verdict, full_name, operate, patched
 PLACES = ("stochastic_depth", "drop_path", "drop_path1", "drop_path2", "drop_path3")
 """Attributes in which torchvision's and timm's blocks keep the module that drops a branch."""
 
+FLAGS = ("use_res_connect", "has_skip", "residual", "use_shortcut", "add_identity")
+"""Attributes in which torchvision's and timm's blocks keep whether they have a shortcut."""
+
+SHORTCUTS = {
+    "timm.models.byobnet": ("shortcut", "identity"),
+    "timm.models.regnet": ("downsample",),
+    "timm.models.cpubone": ("shortcut",),
+    "timm.models.lowformer": ("shortcut",),
+}
+"""Attributes in which blocks of these modules keep the shortcut itself; None: they have none."""
+
 BLOCKS = {
     "torchvision.models.resnet.BasicBlock": "StochasticBasicBlock",
     "torchvision.models.resnet.Bottleneck": "StochasticBottleneck",
@@ -107,10 +118,17 @@ def _judge(module: nn.Module) -> Verdict | str:
         return patched(module) or Verdict.CHANGE
     if not _places(module):
         return Verdict.IGNORE
-    # torchvision's and timm's inverted residual blocks without a shortcut have the attribute but never use it.
-    if not getattr(module, "use_res_connect", getattr(module, "has_skip", True)):
+    # Some of these never use the attribute, and some (timm's MobileOne, RegNetZ, VoVNet) would drop all features.
+    if not _has_shortcut(module):
         return "it has no shortcut"
     return Verdict.CHANGE
+
+
+def _has_shortcut(block: nn.Module) -> bool:
+    if any(getattr(block, flag, True) is False for flag in FLAGS) or getattr(block, "no_skip", False):
+        return False
+    names = SHORTCUTS.get(type(block).__module__, ())
+    return all(getattr(block, name, block) is not None for name in names)
 
 
 def _places(block: nn.Module) -> list[str]:

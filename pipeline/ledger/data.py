@@ -17,7 +17,7 @@ ADDED = ("transforms", "loss", "hooks")  # the parts that are not the model's or
 
 @dataclass(frozen=True)
 class Trained:
-    accuracy: float | None = None  # top-1 after the last epoch, 0 to 1; None if it failed
+    accuracy: float | None = None  # the monitored metric after the last epoch, 0 to 1; None if it failed
     seconds: float | None = None  # of all epochs, including evaluation, starting of workers and compiling
     seconds_to_target: float | None = None  # None if the target was not reached
     failed: str = ""  # the reason
@@ -26,8 +26,9 @@ class Trained:
 @dataclass(frozen=True)
 class Accuracies:
     epochs: int  # of each
-    target: float | None  # the top-1 accuracy, 0 to 1, of the time to accuracy
+    target: float | None  # of the metric, 0 to 1, for the time to accuracy
     rows: Mapping[VariantId, Trained]  # the completed runs, plain PyTorch first
+    metric: str = "top1"  # that the task monitors
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,7 @@ class _Accuracies(Struct):
     epochs: int
     target: float | None
     rows: dict[str, Trained]
+    metric: str = "top1"  # of older files
 
 
 class _Measured(Struct):
@@ -175,7 +176,7 @@ class Ledger(Printed, LedgerData):
                 raise ShapeError(f"its rounds do not all have the same variants, {str(PLAIN)!r} among them")
         accuracy = None
         if (trained := found.accuracy) is not None:
-            accuracy = Accuracies(trained.epochs, trained.target, identified(trained.rows))
+            accuracy = Accuracies(trained.epochs, trained.target, identified(trained.rows), trained.metric)
         written = {*DERIVED, *_Measured.__struct_fields__}
         return cls(
             rounds, {name: value for name, value in content.items() if name not in written}, tuple(known.values()),

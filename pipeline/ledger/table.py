@@ -93,7 +93,8 @@ def _accuracies(measured: Accuracies) -> Table:
 
     target = "target" if measured.target is None else f"{measured.target:.2%}"
     return Table(
-        ("", "top-1", "time", f"time to {target}"), [line(one, row) for one, row in measured.rows.items()],
+        ("", "top-1" if measured.metric == "top1" else measured.metric.replace("_", " "), "time", f"time to {target}"),
+        [line(one, row) for one, row in measured.rows.items()],
         f"Trained for {measured.epochs} epoch(s), once each, from the same seed",
         "times of full epochs, including evaluation", figures=True,
     )  # fmt: skip

@@ -147,7 +147,7 @@ def _train_each(
         interrupted = True
     if rows:
         reached = rows[PLAIN].accuracy if target is None else target
-        ledger = dataclasses.replace(ledger, accuracy=Accuracies(epochs, reached, rows))
+        ledger = dataclasses.replace(ledger, accuracy=Accuracies(epochs, reached, rows, plan.task.monitor))
     if interrupted:
         raise LedgerInterrupted(ledger)
     return ledger

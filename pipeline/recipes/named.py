@@ -98,7 +98,7 @@ CIFAR: dict[str, dict[str, Any]] = {
         "source": "Keller Jordan, 94% on CIFAR-10 in 3.29 Seconds on a Single GPU (2024), arXiv:2404.00498; values "
         "from https://github.com/KellerJordan/cifar10-airbench, legacy/airbench94.py",
         "published": "94.01 % (mean of 1,000 runs) after 9.9 epochs in 3.83 s on one A100, 3.09 s compiled",
-        "measured": "93.99 % after 9.6 min of training (12.8 with an evaluation of six views in each epoch) on two "
+        "measured": "93.99 % after 9.5 min of training (12.8 with an evaluation of six views in each epoch) on two "
         "cores of an AMD EPYC, torch 2.15, 2026-11-20: benchmarks/results/cifar10-fast.json; with seed=1 94.10 %. On a "
         "GPU: not measured.",
         "notes": {

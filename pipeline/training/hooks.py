@@ -128,7 +128,10 @@ class TrainingHooks:
 
     @property
     def may_change_batches(self) -> bool:
-        return bool(self._moments.on_step_start or self._moments.before_forward)
+        """Whether ranks may train on different numbers of samples. Drivetrain's own transforms keep equally many."""
+        own = f"{Transform.__module__.rpartition('.')[0]}."
+        custom = any(not t.keeps_samples and not type(t).batch.__module__.startswith(own) for t in self._batch)
+        return custom or bool(self._moments.on_step_start or self._moments.before_forward)
 
     def note(self) -> str:
         return next(filter(None, (transform.note(self.state.total_steps) for transform in self._all)), "")
@@ -228,6 +231,10 @@ class TrainingHooks:
                 session.load_state_dict(state[name])
             elif _overrides(session, "load_state_dict"):
                 session.load_state_dict(state["counts"])
+
+    def sets_weights(self, method: str) -> bool:
+        """Whether a session in `state_dict` sets the weights to evaluate, which its tensors of their names then are."""
+        return method in self._sessions and _overrides(self._sessions[method], "evaluating")
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,22 @@ def test_the_peak_is_that_of_the_recipes_precision(data: Path, tmp_path: Path) -
         done = run(*command, cwd=data, timeout=280, env=ENVIRONMENT)
         assert done.returncode == 0, done.stderr[-2000:]
         assert json.loads((tmp_path / "limits-small.json").read_text())["precision"] == precision
+
+
+@pytest.mark.process
+def test_processor_time_is_also_that_of_processes_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    limits = importlib.import_module("limits")
+    before = limits.processor_seconds()
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        try:
+            deadline = time.monotonic() + 30
+            while limits.processor_seconds() - before < 0.5 and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert limits.processor_seconds() - before >= 0.5
+        finally:
+            busy.kill()
+    assert limits.processor_seconds() - before >= 0.5  # it has ended
 
 
 def test_every_method_can_be_raced(monkeypatch: pytest.MonkeyPatch) -> None:

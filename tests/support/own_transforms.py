@@ -84,6 +84,19 @@ class _First12(Session):
 
 
 @dataclass(frozen=True)
+class WithoutTheFirstClass(Transform):
+    """A batch method that keeps as many samples as it finds: on two ranks different numbers."""
+
+    kind = "batch"
+    source = "custom"
+    depends_on_length = False
+
+    def batch(self, images: Any, targets: Any, context: Any) -> Any:  # noqa: ARG002
+        kept = targets > 0
+        return images[kept], targets[kept]
+
+
+@dataclass(frozen=True)
 class SignMomentum(Transform):
     """A gradient method: adds the sign of a running mean of the gradients."""
 

@@ -110,6 +110,15 @@ def test_blocks_without_a_shortcut_are_left_alone() -> None:
     assert [why for _, why in report.skipped] == ["it has no shortcut"] * 7
     with pytest.warns(NothingChanged, match="it has no shortcut"):
         StochasticDepth().apply(models.timm_model("test_efficientnet"))
+    with torch.device("meta"):
+        vovnet, mobile, regnet = (models.timm_model(name) for name in ("ese_vovnet39b", "mobileone_s0", "regnetz_b16"))
+    assert StochasticDepth().apply(vovnet).changed == ("stages.2.blocks.1", "stages.3.blocks.1")
+    for model, attribute in ((mobile, "identity"), (regnet, "shortcut")):
+        report = StochasticDepth().apply(model)
+        assert all(getattr(model.get_submodule(name), attribute) is not None for name in report.changed)
+        left = [model.get_submodule(name) for name, why in report.skipped if why == "it has no shortcut"]
+        assert left
+        assert all(getattr(block, attribute) is None for block in left)
 
 
 def test_a_branch_of_a_copy_of_data_parallel_is_scaled() -> None:

@@ -235,6 +235,15 @@ def test_ranks_with_one_seed_have_the_same_subnetworks() -> None:
     assert torch.equal(rank(), rank())
 
 
+def test_gyro_dropout_leaves_the_dropout_of_attention_weights_alone() -> None:
+    """Fused attention reads its p, and does not call it."""
+    model = models.timm_model("test_vit", attn_drop_rate=0.1, proj_drop_rate=0.2)
+    report = t.GyroDropout(total_steps=10).apply(model)
+    assert model.blocks[0].attn.attn_drop.p == 0.1
+    assert ("blocks.0.attn.attn_drop", "it drops attention weights, which have no features") in report.skipped
+    assert "blocks.0.attn.proj_drop" in report.changed
+
+
 # ---- LowPrecisionLayerNorm and LowPrecisionGroupNorm ----
 
 

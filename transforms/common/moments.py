@@ -233,7 +233,8 @@ class Session(Follower[Loop]):
         """Leave the evaluation weights in the model. Call it once, at the end."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint: JSON values, and dicts of tensors (not copied) by name."""
+        """Return the state for a checkpoint: JSON values, and dicts of tensors (not copied) by name. Those of a class
+        that overrides `evaluating` are the weights to evaluate, where they have names of parameters and buffers."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -55,7 +55,7 @@ class Candidate:
 
 def candidates(plan: ResolvedPlan) -> list[Candidate]:
     data, own, gpu = plan.data, plan.distribution, uses_gpu(plan.distribution)
-    cores = machine.rank_cores()
+    cores = machine.rank_cores(own.ranks)  # those that each rank counts
     counts = {1, max(cores // 2, 1), max(cores - 1, 1), cores, 2 * cores}
     counts -= {cores if data.workers is None else data.workers}
     changes = [_data("workers", count) for count in sorted(counts)]

@@ -297,6 +297,11 @@ class Tuner:
                 if not is_out_of_memory(reason):
                     raise PlanError(f"The pipeline cannot be trained, so it cannot be tuned: {reason}") from None
                 continue
+            except DrivetrainError as error:
+                if candidate is None:
+                    raise
+                self._add(candidate, "failed", f"{error}")  # it does not go with this pipeline
+                continue
             if candidate is not None:
                 self._given = candidate.change(self._given)  # as given, it could not be trained
                 self._add(candidate, "accepted", "the pipeline does not fit into memory without it")

@@ -43,6 +43,7 @@ SHARED = ("model", "optimizer", "methods", UNLISTED)  # by all ranks; the kind `
 _ELSEWHERE = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ENOMEM, errno.ETIMEDOUT}
 """Errors whose cause is not the file that cannot be read."""
 TENSORS = {"tensors": True}  # in the state of a method, for averages, which are in `methods.safetensors`
+OTHERS = {"tensors": True, "weights": False}  # likewise, for tensors that are not the weights to evaluate
 
 Values = dict[str, Any]
 Count = Annotated[int, Meta(ge=0)]

@@ -29,6 +29,7 @@ from ...training.hooks import TrainingHooks
 from .directory import CheckpointDir, best_of, find
 from .fingerprint import rebuild_spec
 from .format import (
+    OTHERS,
     OWN,
     TENSORS,
     UNLISTED,
@@ -122,7 +123,8 @@ def _writing_plan(engine: Engine) -> tuple[Keep, int]:
 def _methods(
     engine: Engine, hooks: TrainingHooks, keep: Any
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the averages that this rank writes for all, its own, and the JSON values with `TENSORS` for averages."""
+    """Return the tensors that this rank writes for all, its own, and the JSON values, with `TENSORS` or `OTHERS` in the
+    places of tensors."""
     parameters = {name for name, _ in engine.plain_model.named_parameters()}
     whole: dict[str, torch.Tensor] = {}
     own: dict[str, torch.Tensor] = {}
@@ -134,7 +136,7 @@ def _methods(
                 values[method][key] = value
                 continue
             what = f"{method}.{key}"
-            values[method][key] = TENSORS
+            values[method][key] = TENSORS if hooks.sets_weights(method) else OTHERS
             buffers = {name: tensor for name, tensor in value.items() if name not in parameters}
             pooled = engine.pool_buffers(buffers) if engine.world_size > 1 else {}
             own |= {key_of(what, name): copied(buffers[name]) for name in pooled}
@@ -254,10 +256,12 @@ def global_randomness_kept() -> Iterator[None]:
 
 
 def with_averages(checkpoint: Checkpoint, own: Tensors | None = None) -> dict[str, dict[str, Any]]:
-    """Return the methods' states with averages in place of `TENSORS`, those in `own` first."""
-    averages = grouped(checkpoint.tensors("methods"), *([] if own is None else [own]))
+    """Return the methods' states with tensors in place of `TENSORS` and `OTHERS`, those in `own` first."""
+    tensors = grouped(checkpoint.tensors("methods"), *([] if own is None else [own]))
     return {
-        method: {key: averages[f"{method}.{key}"] if value == TENSORS else value for key, value in state.items()}
+        method: {
+            key: tensors[f"{method}.{key}"] if value in (TENSORS, OTHERS) else value for key, value in state.items()
+        }
         for method, state in checkpoint.content.methods.items()
     }
 
@@ -285,9 +289,9 @@ def evaluated_state(checkpoint: Checkpoint) -> ModelState:
     """Return the weights used for evaluation, with averages in the model's dtypes, as `Tensors`."""
     with restoring(checkpoint):
         weights, unlisted = (dict(checkpoint.tensors(kind).readers) for kind in ("model", UNLISTED))
-        for kept in with_averages(checkpoint).values():
-            for averages in kept.values():
-                if not isinstance(averages, Tensors):  # a custom method may also keep JSON values
+        for method, kept in with_averages(checkpoint).items():
+            for key, averages in kept.items():
+                if checkpoint.content.methods[method][key] != TENSORS:  # JSON values, or tensors of another kind
                     continue
                 for own in (weights, unlisted):
                     both = own.keys() & averages.keys()

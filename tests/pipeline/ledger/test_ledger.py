@@ -572,3 +572,12 @@ def test_every_figure_in_the_file_has_its_n_and_spread(good: dict[str, Any]) -> 
         assert (row["images_per_s"]["n"], row["ratio"]["n"]) == (2, 2)
     assert {stage["in_turn"]["n"] for stage in good["stages"]} == {2}
     assert {one["n"] for one in good["ceilings"].values()} == {2}
+
+
+def test_the_accuracies_are_those_of_the_monitored_metric(tmp_path: Path) -> None:
+    rows = {PLAIN: Trained(0.5, 10.0, 10.0)}
+    made = dataclasses.replace(made_up(), accuracy=Accuracies(2, 0.5, rows, "pixel_accuracy"))
+    assert "pixel accuracy" in str(made)
+    assert "top-1" not in str(made)
+    made.save(tmp_path / "ledger.json")
+    assert Ledger.load(tmp_path / "ledger.json").accuracy == made.accuracy

@@ -198,6 +198,7 @@ def test_what_a_variant_holds_in_memory(full: Ledger) -> None:
 def test_accuracy_of_each_variant(full: Ledger, toy: Toy) -> None:
     found = full.accuracy
     assert found is not None
+    assert found.metric == "top1"
     names = [gain.stage for gain in full.stages]
     others = [*map(only, names[1:]), *(map(without, names[:-1]) if len(names) > 2 else ())]
     assert list(found.rows) == [*(row.id for row in full.rows), *others]

@@ -176,7 +176,8 @@ def test_what_was_measured_is_in_the_repository() -> None:
             last = epochs[-1]
             assert last["epoch"] == recipe["epochs"]
             assert measured.startswith(f"{last['accuracy']:.2%}".replace("%", " %"))
-            training = sum(50_000 / epoch["images_per_s"] for epoch in epochs) / 60
+            trained = 50_000 // recipe["batch_size"] * recipe["batch_size"]  # whole batches
+            training = sum(trained / epoch["images_per_s"] for epoch in epochs) / 60
             evaluating = sum(epoch["seconds"] for epoch in epochs) / 60
             assert f"after {training:.1f} min of training ({evaluating:.1f} with" in measured
             assert "benchmarks/results/cifar10-fast.json" in measured

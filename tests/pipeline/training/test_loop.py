@@ -22,7 +22,7 @@ from drivetrain.strategies import launch
 from drivetrain.transforms import CutMix, LabelSmoothing, Loss, MixUp, Transform
 from host_syncs import HostSyncs, SimulatedCuda
 from means_jobs import CASES, WEIGHTS, Focal, Run, all_trained, evaluation_order, trained
-from own_transforms import First12, Own, by_image, hard
+from own_transforms import First12, Own, WithoutTheFirstClass, by_image, hard
 from parity_draws import COMPLEX, LOSSES, Draw, differences, draws, on_ranks, reference
 from parity_jobs import NAMES as PARITY_NAMES
 from pipeline_data import BATCH, CLASSES, SIDE, Toy, batch_norm_model, plain_model, write_toy
@@ -238,9 +238,10 @@ def test_equal_denominators_cost_nothing() -> None:
 
 
 @pytest.mark.process
-def test_ranks_from_whose_batches_a_session_takes_different_numbers_of_samples(toy: Toy) -> None:
+@pytest.mark.parametrize("method", [First12(), WithoutTheFirstClass()], ids=repr)
+def test_ranks_that_take_different_numbers_of_samples_from_their_batches(toy: Toy, method: Transform) -> None:
     """Each sample weighs the same, in the gradients and in the loss."""
-    alone = toy.pipeline(plain_model, batch_size=16).transform(First12())
+    alone = toy.pipeline(plain_model, batch_size=16).transform(method)
     both = (each.fit(epochs=1, progress=False) for each in (alone, alone.distribute("ddp", devices=2, device="cpu")))
     one, two = ({"loss": result.history.epochs[0].loss, **result.model.state_dict()} for result in both)
     torch.testing.assert_close(two, one, rtol=TOLERANCE, atol=TOLERANCE)

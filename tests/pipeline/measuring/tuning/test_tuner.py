@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drivetrain import Pipeline, PlanError
+from drivetrain import Contrastive, Pipeline, PlanError
+from drivetrain.common import machine
 from drivetrain.common.budget import OutOfTime
 from drivetrain.common.machine import KEEPS_MEMORY
 from drivetrain.pipeline.describe.pipeline_spec import PipelineSpec
@@ -40,6 +41,38 @@ def tuned(spec: PipelineSpec, arena: Simulated, allow: Sequence[str] = (), **opt
     finally:
         tuner.close()
     return tuner.result()
+
+
+def test_ranks_share_the_cores(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a number of workers, a rank has one for each of its cores."""
+    monkeypatch.setattr(machine, "cores", lambda: 16)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    spec = Pipeline(plain_model).load(toy.train, batch_size=16, image_size=8)
+
+    def tried(one: PipelineSpec) -> list[str]:
+        return [each.name.removeprefix("workers=") for each in candidates(resolve(one)) if "workers=" in each.name]
+
+    assert tried(spec) == ["1", "8", "15", "32"]
+    assert tried(spec.distribute("ddp", devices=4, device="cpu")) == ["1", "2", "3", "8"]
+
+
+class Resolving(Simulated):
+    """An arena that resolves a pipeline before it is built, as the real one does."""
+
+    def open(self, name: str, spec: PipelineSpec, variables: Mapping[str, str] | None = None) -> Any:
+        resolve(spec)
+        return super().open(name, spec, variables)
+
+
+def test_what_a_task_refuses_does_not_end_the_search_for_what_fits(toy: Toy) -> None:
+    """Microbatches would change what a contrastive loss compares."""
+    spec = Pipeline(plain_model).load(toy.train, batch_size=16, image_size=8, workers=1, views=2).task(Contrastive())
+    result = tuned(spec, Resolving(the_same, fits=lambda one: bool(one.distributed.activation_checkpointing)))
+    assert result.accepted[0].name == "activation_checkpointing=True"
+    assert (result.trials[0].name, result.trials[0].outcome) == ("accumulate=2", "failed")
+    assert "those of their microbatch" in result.trials[0].reason
+    with pytest.raises(PlanError, match="fits into memory with no number of microbatches: out of memory"):
+        tuned(spec, Resolving(the_same, fits=lambda _: False))
 
 
 PLANTED: dict[str, Any] = {
