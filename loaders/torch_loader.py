@@ -301,13 +301,20 @@ def _describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).rstrip('.')}"
 
 
+def _is_of_the_script(dataset: Any) -> bool:
+    """Whether workers need the user's script: for the class of the data set, or for what it has, such as a function
+    of the script as `loader` or `target_transform`."""
+    parts = (type(dataset), *getattr(dataset, "__dict__", {}).values())
+    return any(getattr(part, "__module__", None) == "__main__" for part in parts)
+
+
 @contextmanager
 def _main_module_hidden(dataset: Any) -> Iterator[None]:
     """Keep spawned workers from running the user's script again: multiprocessing re-imports `__main__` by its
     `__file__`, so one without a main guard would start over in every worker."""
     main = sys.modules["__main__"]
     path = getattr(main, "__file__", None)
-    if type(dataset).__module__ == "__main__" or path is None or getattr(main, "__spec__", None):
+    if _is_of_the_script(dataset) or path is None or getattr(main, "__spec__", None):
         yield
         return
     del main.__file__

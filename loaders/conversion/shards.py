@@ -38,6 +38,7 @@ class Shard:
     version: str  # what changes with its content
     out: str
     choices: Choices
+    start: str = ""  # the folder that its paths begin in, if whoever converts it may work in another one
 
     @property
     def origin(self) -> dict[str, Any]:
@@ -110,7 +111,8 @@ def _shards(source: Any, out: str | Path, choices: Choices, engine: str) -> list
     if is_address(outs[0]):
         RemoteFolder(folders.pop(), DataError).probe()
     facts = in_threads(_facts, names)
-    return [Shard(name, *about, to, choices) for name, about, to in zip(names, facts, outs, strict=True)]
+    start = str(Path.cwd()) if engine == "ray" else ""  # a task works where its cluster was started
+    return [Shard(name, *about, to, choices, start) for name, about, to in zip(names, facts, outs, strict=True)]
 
 
 def _facts(name: str) -> tuple[int, str]:
@@ -191,7 +193,7 @@ def _fetched(shards: Sequence[Shard], place: Path) -> Iterator[Iterator[Path]]:
 
     def fetch(shard: Shard) -> Path:
         if not is_address(shard.name):
-            return Path(shard.name)
+            return Path(shard.start, shard.name)
         source = RemoteFile(shard.name, version=shard.version)
         active.append(source)
         path = place / f"{len(active)}.tar"
@@ -207,7 +209,7 @@ def _fetched(shards: Sequence[Shard], place: Path) -> Iterator[Iterator[Path]]:
 
 
 def _converted(shard: Shard, tar: Path, place: Path, threads: int, progress: bool) -> ConvertReport:
-    out = place / Path(shard.out).name if is_address(shard.out) else Path(shard.out)
+    out = place / Path(shard.out).name if is_address(shard.out) else Path(shard.start, shard.out)
     try:
         return convert_here(str(tar), out, shard.choices, threads, progress, shard.origin)
     except DrivetrainError as error:

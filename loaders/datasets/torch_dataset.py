@@ -219,6 +219,7 @@ def _require_size(size: tuple[int, int], at_least: bool, image: Any) -> Any:
 
 def _cut_out(side: int, fill: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
     """Fill a square inside an image `(C, H, W)` with the color `fill` `(C, 1, 1)`, as `FFCVLoader` does."""
+    image = image.clone()  # it may be a view of what the data set keeps
     top, left = (int(torch.randint(size - side + 1, ())) for size in image.shape[1:])
     image[:, top : top + side, left : left + side] = fill
     return image

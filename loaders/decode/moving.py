@@ -197,7 +197,7 @@ def moving_fields(beton: BetonFiles, settings: LoaderOptions) -> dict[str, str]:
         kinds |= settings.fields
     moving = {}
     for name in (beton.label_name, *settings.fields):
-        if (kind := kinds.get(name)) is not None:
+        if (kind := kinds.get(name)) is not None and name in beton.fields:  # others: see `check_contents`
             if beton.fields[name] != STORED_AS[kind]:
                 raise DataError(
                     f"fields={{{name!r}: {kind!r}}}: {name!r} is stored as {beton.fields[name]}, but {kind} are stored "

@@ -229,10 +229,6 @@ def _itself(image: Any) -> Any:
 
 
 def _stored(beton: BetonFiles, index: int) -> Any:
-    """Return a sample's file, or its pixels `(h, w, c)` if they are stored."""
-    (stored,) = beton.read("image", np.array([index]))
-    if beton.modes[index] != MODE_RAW:
-        return stored
-    kind = np.uint8 if beton.depth == 8 else np.uint16
-    shape = int(beton.heights[index]), int(beton.widths[index]), beton.channels
-    return np.frombuffer(stored, kind).reshape(shape)
+    """Return a sample's file, or its pixels if they are stored."""
+    one, own = beton.locate(index)
+    return one.pixels(own) if one.modes[own] == MODE_RAW else one.stored(own)

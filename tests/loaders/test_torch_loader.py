@@ -207,6 +207,45 @@ class Awkward:
         return self.transform(Image.new("RGB", (16, 16))), 0
 
 
+class Tensors(Awkward):
+    """A data set that keeps its images as tensors."""
+
+    def __init__(self) -> None:
+        self.images = torch.full((2, 3, 16, 16), 255, dtype=torch.uint8)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(self.images[index]), 0
+
+
+@pytest.mark.parametrize("crop", ["whole", "random"])
+def test_cutout_leaves_the_data_set_as_it_is(crop: str) -> None:
+    data = Tensors()
+    options: dict[str, Any] = {"batch_size": 2, "crop": crop, "flip": False, "cutout": 8, "dtype": torch.uint8}
+    ((images, _),) = load(TorchLoader, data, **options)
+    assert ((images != 255).sum((1, 2, 3)) == 3 * 64).all()
+    assert (data.images == 255).all()
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_workers_find_functions_of_the_script(photos: Path, tmp_path: Path) -> None:
+    script, images = tmp_path / "script.py", photos.with_name(f"{photos.stem}-images")
+    script.write_text(f"""
+from drivetrain.loaders import TorchLoader
+from torchvision.datasets import ImageFolder
+def swapped(label):
+    return 2 - label
+if __name__ == "__main__":
+    data = ImageFolder({str(images)!r}, target_transform=swapped)
+    with TorchLoader(data, batch_size=6, image_size=16, workers=1, order="sequential") as loader:
+        print([labels.unique().tolist() for _, labels in loader])
+""")
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
+    assert (run.returncode, run.stdout) == (0, "[[2], [1], [0]]\n"), run.stderr
+
+
 def test_data_set_that_raises() -> None:
     with TorchLoader(Awkward(), batch_size=1, image_size=16, workers=0, train=False) as loader:
         batches = iter(loader)

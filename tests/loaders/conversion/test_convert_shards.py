@@ -1,5 +1,6 @@
 """`convert(engine="shards")` and `"ray"`: a file of each shard, complete at once; a second call converts the others."""
 
+import contextlib
 import io
 import json
 import os
@@ -21,6 +22,7 @@ from drivetrain import DataError
 from drivetrain.common.storage import addresses
 from drivetrain.loaders import convert, open_beton
 from drivetrain.loaders.beton.data_set import open_files
+from drivetrain.loaders.conversion import shards
 from loader_pictures import jpeg_bytes, picture
 from object_store import Store, object_store
 
@@ -51,6 +53,22 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for number in range(SHARDS):
         write_shard(Path(f"in/{number:02}.tar"), number * EACH)
     return tmp_path
+
+
+def test_tasks_of_ray_use_the_folder_of_the_call(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a cluster that runs work in the folder where it was started."""
+    (here / "elsewhere").mkdir()
+
+    def on_ray(convert_one: Any, todo: Any, threads: int, progress: bool) -> Iterator[Any]:  # noqa: ARG001
+        for shard in todo:
+            with contextlib.chdir(here / "elsewhere"):
+                report = convert_one(shard, threads)
+            yield report
+
+    monkeypatch.setattr(shards, "on_ray", on_ray)
+    assert convert(IN, OUT, engine="ray", progress=False).samples == 20
+    assert len(open_files(OUT)) == 20
+    assert convert(IN, OUT, engine="ray", progress=False).kept == 20
 
 
 def by_shard(**options: Any) -> Any:

@@ -265,3 +265,12 @@ def test_points_do_not_follow_reflected_edges(tmp_path: Path) -> None:
 def test_ffcvs_own_loader_has_no_targets_that_move(file: Path) -> None:
     with pytest.raises(DataError, match=r"label: mask.*own loader does not have"):
         StockFFCVLoader(file, batch_size=2, image_size=24)
+
+
+@pytest.mark.parametrize("kind", [FFCVLoader, TorchLoader, StockFFCVLoader])
+def test_a_field_that_does_not_exist(tmp_path: Path, kind: Any) -> None:
+    path = tmp_path / "a.beton"
+    samples = [{"image": picture(n, 12, 12), "label": n, "boxes": boxes(n)} for n in range(4)]
+    convert(samples, path, fields={"boxes": "boxes"})
+    with pytest.raises(DataError, match=r"'boxs' is not a field of .*Did you mean 'boxes'"):
+        kind(path, batch_size=2, image_size=12, workers=1, fields={"boxs": "boxes"})

@@ -238,6 +238,15 @@ def test_stored_pixels_are_predicted(run: tuple[FitResult, Path, str], tmp_path:
     assert [row["probabilities"] for row in found] == [row["probabilities"] for row in expected]
 
 
+def test_images_in_a_field_of_another_name(run: tuple[FitResult, Path, str], tmp_path: Path) -> None:
+    """FFCV's writer lets the user name it."""
+    result, _, data = run
+    renamed = tmp_path / "renamed.beton"
+    renamed.write_bytes(Path(data).read_bytes().replace(b"image\0", b"photo\0", 1))
+    found, expected = result.predict(renamed), result.predict(data)
+    assert [row["probabilities"] for row in found] == [row["probabilities"] for row in expected]
+
+
 @pytest.mark.parametrize("suffix", [".csv", ".parquet"])
 def test_tables(run: tuple[FitResult, Path, str], folder: Path, tmp_path: Path, suffix: str) -> None:
     """With a damaged image between whole ones; without `skip`, nothing is written."""
