@@ -150,8 +150,8 @@ class Task:
         return samples(targets)
 
     def metrics(self) -> Mapping[str, Metric]:
-        """Return new torchmetrics objects by name. They are updated with `(outputs, targets)` of each batch;
-        torchmetrics' own classification metrics with `probabilities(outputs)`."""
+        """Return torchmetrics objects by name, of which each evaluation updates copies of its own with `(outputs,
+        targets)` of each batch; torchmetrics' own classification metrics with `probabilities(outputs)`."""
         return {}
 
     def outputs(self, outputs: Any) -> Any:
@@ -489,7 +489,11 @@ def _checked(task: Task, metrics: Any) -> dict[str, Any]:
         if not isinstance(name, str) or name in NAMES_OF_RUN:
             raise PlanError(f"{task}: a metric cannot be named {name!r}. Choose another name.")
     _check_monitored(task, task.monitor, metrics)
-    return dict(metrics)
+    # A task may keep them in attributes: without copies, an evaluation would add to what the ones before have seen.
+    fresh = copy.deepcopy(dict(metrics))
+    for metric in fresh.values():
+        metric.reset()
+    return fresh
 
 
 def _check_monitored(task: Task, monitor: str, metrics: Mapping[str, Any]) -> None:

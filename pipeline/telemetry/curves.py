@@ -51,6 +51,7 @@ def figure_of(history: Any) -> Any:
         axes.grid(axis="y", color=GRID, linewidth=0.8)
         axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, min_n_ticks=1))
         axes.margins(y=0.12)
+    for axes in (losses, metric):
         _leave_outliers_above(axes)
     for axes in (rate, speed):
         highest = max(max(line.get_ydata(), default=0) for line in axes.lines)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from ....common.table import screen_width, wrapped
 from .options import Command, Place, argument, option
 
 
@@ -27,14 +28,14 @@ def watch(run: Path | str, every: float, once: bool) -> None:
 
     check_number("--every", every, PlanError, "(0, inf)", also=": seconds")
     live, line = sys.stdout.isatty() and not once, ""
-    newest, since = "", time.monotonic()
+    newest, since, rows = "", time.monotonic(), 1
     try:
         while True:
             state = look(run)
             if live:
                 if str(state) != newest:
                     newest, since = str(state), time.monotonic()
-                print(f"\r{replace(state, quiet=time.monotonic() - since)}\033[K", end="", flush=True)
+                rows = _drawn(f"{replace(state, quiet=time.monotonic() - since)}", rows)
             elif (now := str(replace(state, changed=None))) != line:  # a log has no line for a file without news
                 line = now
                 print(state, flush=True)
@@ -47,3 +48,12 @@ def watch(run: Path | str, every: float, once: bool) -> None:
         pass
     if live:
         print()
+
+
+def _drawn(text: str, rows: int) -> int:
+    """Print a text in place of the one before, which has so many rows of the terminal, and return its own rows: many
+    terminals are narrower than it, and a carriage return reaches only its last row."""
+    lines = wrapped([text], max(screen_width() - 1, 1))
+    up = f"\033[{rows - 1}A" if rows > 1 else ""
+    print(f"{up}\r\033[J" + "\n".join(lines), end="", flush=True)
+    return len(lines)

@@ -155,7 +155,8 @@ def _labels(figure: Any, errors: Any) -> None:
         if errors.targets[:, at].any():
             precision, recall, _ = errors.curve(int(at))
             labels.append(literal(f"{errors.classes[at]} {errors.average_precision(int(at)):.2f}"))
-            lines += axes.step(recall, precision, where="post")
+            # As average precision sums it: up to each recall, the precision there.
+            lines += axes.step(np.append(0, recall), np.append(precision[:1], precision), where="pre")
     axes.set(xlim=(0, 1), ylim=(0, 1.02), xlabel="recall", ylabel="precision")
     axes.set_title("precision and recall of the labels with the lowest average precision", loc="left", fontsize=9)
     axes.legend(lines, labels, frameon=False, fontsize=8)

@@ -23,7 +23,7 @@ from drivetrain.strategies import launch
 from places import ROOT
 from task_jobs import Cosine
 from torch import nn
-from torchmetrics import MaxMetric, MeanMetric, Metric, MinMaxMetric, PearsonCorrCoef, SumMetric
+from torchmetrics import MaxMetric, MeanMetric, MeanSquaredError, Metric, MinMaxMetric, PearsonCorrCoef, SumMetric
 from torchmetrics.classification import (
     MulticlassAccuracy,
     MulticlassAUROC,
@@ -38,6 +38,27 @@ def values(task: Task, batches: list[tuple[torch.Tensor, torch.Tensor]], width: 
         for meter in meters.values():
             update_metric(task, meter, task.outputs(outputs), task.metric_targets(targets))
     return compute(meters, 1)
+
+
+class Keeps(Task):
+    """Has its metric in an attribute, as a LightningModule does."""
+
+    def __init__(self) -> None:
+        self.error = MeanSquaredError()
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(outputs, targets)
+
+    def metrics(self) -> dict[str, Metric]:
+        return {"error": self.error}
+
+
+def test_each_evaluation_begins_without_what_kept_metrics_have_seen() -> None:
+    task, ones = Keeps(), torch.ones(4)
+    for wanted in (1.0, 0.25, 0.0):
+        assert values(task, [(ones, ones - math.sqrt(wanted))], None) == {"error": pytest.approx(wanted)}
+    task.error.update(ones, -ones)  # by the user
+    assert values(task, [(ones, ones)], None) == {"error": 0}
 
 
 def test_classification_is_judged_as_by_hand() -> None:

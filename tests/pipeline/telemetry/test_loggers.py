@@ -327,6 +327,17 @@ def test_one_value_far_above_does_not_flatten_the_curves() -> None:
     assert not figure_of(History(steady, {})).axes[0].texts
 
 
+def test_rates_and_throughputs_are_drawn_whole() -> None:
+    epochs = [
+        replace(epoch(number, 0.5), lr=0.1 if number == 1 else 0.01, images_per_s=3000.0 if number == 1 else 1000.0)
+        for number in range(1, 9)
+    ]
+    _, _, rate, speed = figure_of(History(epochs, {})).axes
+    for panel, highest in ((rate, 0.1), (speed, 3000)):
+        assert panel.get_ylim() == (0, pytest.approx(1.12 * highest))
+        assert not panel.texts
+
+
 class Diverging(nn.Module):
     """Its loss is infinite in the second epoch."""
 

@@ -13,12 +13,29 @@ import pytest
 from command_line import call, done
 from drivetrain import Callback, Checkpoints, EarlyStopping, RunView
 from drivetrain.pipeline import compare_runs, load_run
+from drivetrain.pipeline.apps.cli.watch import _drawn
 from drivetrain.pipeline.runs.analysis import watch
 from drivetrain.pipeline.telemetry.loggers import PrometheusLogger
 from pipeline_data import BATCH, TRAIN, Toy, plain_model
 from torch import nn
 
 STEPS = TRAIN // BATCH
+
+
+def test_a_line_that_is_wider_than_the_terminal_is_drawn_over_the_one_before(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    long, short = "run: " + "loss 0.1234, " * 8, "run: finished"
+    rows = _drawn(long, 1)
+    first = capsys.readouterr().out
+    assert first.startswith("\r\033[J")
+    assert rows == first.count("\n") + 1 > 2
+    assert max(map(len, first.removeprefix("\r\033[J").split("\n"))) < 40
+    assert _drawn(short, rows) == 1
+    assert capsys.readouterr().out == f"\033[{rows - 1}A\r\033[J{short}"
+    assert _drawn(short, 1) == 1
+    assert capsys.readouterr().out == f"\r\033[J{short}"
 
 
 def test_a_finished_run(toy: Toy, tmp_path: Path) -> None:

@@ -347,3 +347,15 @@ def test_a_class_without_samples_and_predictions_has_no_f1() -> None:
     common["probabilities"] = (found := np.eye(2, 3)).astype(np.float32)
     labels = LabelErrors("x", {}, (*"abc",), at, np.ones(2, np.float32), targets=found > 0, **common)
     assert [row[6] for row in labels.rows()] == ["1.000", "1.000", "–"]
+
+
+def test_the_curve_of_a_label_has_the_area_of_its_average_precision() -> None:
+    targets, shares = np.array([[1], [0], [1], [1], [0]]) > 0, np.linspace(0.9, 0.5, 5, dtype=np.float32)[:, None]
+    common: dict[str, Any] = {"pictures": {}, "targets": targets, "probabilities": shares}
+    errors = LabelErrors("x", {}, ("a",), np.arange(5), np.ones(5, np.float32), **common)
+    (line,) = errors.show().subfigs[0].axes[0].lines
+    recall, precision = line.get_data()
+    assert line.get_drawstyle() == "steps-pre"
+    assert (recall[0], recall[-1]) == (0, 1)
+    assert np.diff(recall) @ precision[1:] == pytest.approx(errors.average_precision(0))
+    assert errors.average_precision(0) == pytest.approx((1 + 2 / 3 + 3 / 4) / 3)
