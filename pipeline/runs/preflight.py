@@ -49,6 +49,7 @@ _OWN = (
 """Keys of a recipe in which ranks may differ (paths), that preflight compares otherwise, or that describe it."""
 _SHARED = (
     "epochs", "eval_every", "eval_every_steps", "on_nonfinite", "checkpoints", "resume", "init_from", "log_every",
+    "continue_stopped", "changed_model",
 )  # fmt: skip
 """Options of `fit` that are the same on all ranks."""
 

@@ -261,12 +261,13 @@ def _take_part(engine: Engine, images: torch.Tensor, inputs: dict[str, torch.Ten
     """Run forward and backward without images, as the other ranks wait for this one; return 0."""
     one = images.new_zeros(1, *images.shape[1:])
     given = {name: value.new_zeros(1, *value.shape[1:]) for name, value in inputs.items()}
-    with absent(engine.plain_model), engine.forward_context():  # its statistics stay
-        outputs = forward(engine.model, one, **given)
-    parts: list[torch.Tensor] = []
-    map_tensors(parts.append, to_float(outputs))
-    nothing = torch.stack([part.sum() for part in parts if part.requires_grad]).sum() * 0
-    engine.backward(nothing, last_microbatch=last)
+    with absent(engine.plain_model):  # its statistics stay; the backward may run modules again (recomputation)
+        with engine.forward_context():
+            outputs = forward(engine.model, one, **given)
+        parts: list[torch.Tensor] = []
+        map_tensors(parts.append, to_float(outputs))
+        nothing = torch.stack([part.sum() for part in parts if part.requires_grad]).sum() * 0
+        engine.backward(nothing, last_microbatch=last)
     return nothing.detach()
 
 

@@ -52,11 +52,13 @@ def test_what_cannot_be_computed_over_ranks_is_refused(ranks: list[dict[str, Any
         assert "Expected more than 1 value per channel" in said["one value"]
 
 
+@pytest.mark.parametrize("how", ["uneven", "recomputed"])
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
-def test_uneven_batches_of_which_a_rank_has_nothing(ranks: list[dict[str, Any]], name: str) -> None:
+def test_uneven_batches_of_which_a_rank_has_nothing(ranks: list[dict[str, Any]], name: str, how: str) -> None:
+    """Also where the backward runs the layers again."""
     loss, state = trained("single", uneven(len(ranks)))
     for rank in ranks:
-        found = rank["uneven"][name]
+        found = rank[how][name]
         assert found[0] == pytest.approx(loss, abs=1e-5)
         torch.testing.assert_close(found[1], state, rtol=1e-5, atol=1e-5)
 

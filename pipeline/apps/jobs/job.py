@@ -20,7 +20,8 @@ from ...recipes.files import is_file_name, modules_of
 from ...recipes.presets import parse_overrides
 
 CHECKPOINT_MINUTES = 10  # between two checkpoints of a job: what a kill without a warning costs at most
-SHUTDOWN_SECONDS = 150  # that torchrun gives its workers to save after a signal
+# That torchrun gives its workers to save after a signal to itself; when a machine joins, it gives them 30.
+SHUTDOWN_SECONDS = 150
 WARNING_SECONDS = SHUTDOWN_SECONDS + 30  # from a signal to the end of a job: torchrun needs some, too
 # Port of the rendezvous where each job has machines, or pods, of its own; torchrun's default.
 TORCHRUN_PORT = 29400
@@ -168,12 +169,19 @@ def _fitting(batch_size: int, how: DistributedConfig, numbers: range, processes:
     for number in numbers:
         try:
             check_divides(batch_size, number * processes, how.accumulate)
+            _check_groups(how, number * processes)
         except PlanError as error:
             if number in (numbers[0], numbers[-1]):
                 raise PlanError(f"--nodes {number}: {error}") from None
         else:
             fitting.append(number)
     return tuple(fitting)
+
+
+def _check_groups(how: DistributedConfig, devices: int) -> None:
+    size = how.options.get("shard_size")  # of hsdp; by default the ranks of a machine
+    if isinstance(size, int) and (size < 1 or devices % size):
+        raise PlanError(f"shard_size={size} must be a positive integer that divides the {devices} devices.")
 
 
 def seconds_of(time: str) -> int:

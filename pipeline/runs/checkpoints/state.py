@@ -238,6 +238,11 @@ def restoring(checkpoint: Checkpoint) -> Iterator[None]:
         raise
     except DrivetrainError as error:
         raise CheckpointError(f"The checkpoint {checkpoint.place} is of another run: {error}") from error
+    except torch.OutOfMemoryError as error:
+        raise CheckpointError(
+            f"The checkpoint {checkpoint.place} needs more memory than a device here has free: {error} The checkpoint "
+            "is not damaged: resume it on more devices, or with a strategy that shards more, such as 'fsdp'."
+        ) from error
     except _BUILT_IN as error:
         raise CheckpointError(
             f"The checkpoint {checkpoint.place} is incomplete, or of another run ({type(error).__name__}: {error}). "

@@ -63,6 +63,14 @@ def test_both_ranks_name_what_differs(toy: Toy, tmp_path: Path) -> None:
         "a folder of its own": (own, own, {"out": str(shared)}, {"out": str(tmp_path / "own")}),
         "no folder": (own, own, {"out": str(shared)}, {}),
         "rank 0 without its folder": (own, own, {"out": str(tmp_path / "gone")}, {"out": str(shared)}),
+        "a stopped run": (
+            own, own, {"out": str(shared), "resume": "auto"},
+            {"out": str(shared), "resume": "auto", "continue_stopped": True},
+        ),
+        "a changed model": (
+            own, own, {"out": str(shared), "resume": "auto"},
+            {"out": str(shared), "resume": "auto", "changed_model": True},
+        ),
     }  # fmt: skip
     first, second = strategies.launch(compare_before_training, cases, devices=2, device="cpu")
     assert first == second
@@ -74,6 +82,7 @@ def test_both_ranks_name_what_differs(toy: Toy, tmp_path: Path) -> None:
         "callbacks": "fit(callbacks) = EarlyStopping", "a folder of its own": "does not see what rank 0",
         "no folder": "fit(out) = none",
         "rank 0 without its folder": "cannot train: FileNotFoundError",
+        "a stopped run": "fit(continue_stopped) = True", "a changed model": "fit(changed_model) = True",
     }  # fmt: skip
     for name, words in expected.items():
         assert words in first[name], (name, first[name])

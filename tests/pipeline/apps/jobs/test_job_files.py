@@ -1,6 +1,7 @@
 """Job files: what the schedulers read in them, and what is refused."""
 
 import ast
+import inspect
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,6 +15,7 @@ from drivetrain.pipeline.apps.cli import job as command
 from drivetrain.pipeline.apps.jobs.schedulers import SCHEDULERS, job_file
 from job_scripts import SCONTROL, SRUN, TORCHRUN, programs, surroundings
 from pipeline_data import Toy
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 RECIPE = """\
 model: cifar_resnet
@@ -184,10 +186,18 @@ def test_slurm_keeps_the_log_of_earlier_starts(recipe: str, tmp_path: Path) -> N
     assert log.read_text() == "the start before\na table\n"
 
 
+def test_torchrun_gives_workers_30_seconds_when_a_machine_joins() -> None:
+    """As docs/guide/cluster.md states: `--shutdown-timeout` is for signals to torchrun itself."""
+    assert "timeout" not in inspect.getsource(LocalElasticAgent._stop_workers)
+    assert inspect.signature(LocalElasticAgent._shutdown).parameters["timeout"].default == 30
+
+
 def test_numbers_of_nodes(recipe: str) -> None:
     """512 images are divided among 8, 16 and 32 GPUs, and not among 24."""
     assert "#SBATCH --nodes=1,2,4\n" in written("slurm", recipe, nodes="1:4")
     assert "#SBATCH --nodes=1-4\n" in written("slurm", recipe, "batch_size=480", nodes="1:4")
+    groups = ("batch_size=480", "strategy=hsdp", 'strategy_options={"shard_size": 16}')
+    assert "#SBATCH --nodes=2,4\n" in written("slurm", recipe, *groups, nodes="2:4")
     job = manifests(written("kubernetes", recipe, nodes="1:4"))["Job"]["spec"]
     assert (job["completions"], job["parallelism"], job["completionMode"]) == (4, 4, "Indexed")
     assert job["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
@@ -367,6 +377,10 @@ def test_awkward_texts_in_python_and_in_a_recipe(recipe: str) -> None:
 
 
 WRONG: dict[str, tuple[str, list[str], dict[str, Any], str]] = {
+    "groups": (
+        "slurm", ["strategy=hsdp", 'strategy_options={"shard_size": 6}'], {},
+        "--nodes 1: shard_size=6 must be a positive integer that divides the 8 devices",
+    ),
     "another scheduler": ("slrum", [], {}, "'slrum'. Did you mean 'slurm'?"),
     "no folder": ("slurm", [], {"out": None}, "Pass --out"),
     "a relative folder": ("ray", [], {"out": "runs/mine"}, "Pass an absolute path"),

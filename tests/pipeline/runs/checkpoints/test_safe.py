@@ -13,7 +13,8 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.runs.artifacts import FitJob, RankResult
 from drivetrain.pipeline.runs.checkpoints.directory import ResumePoint
 from drivetrain.pipeline.runs.checkpoints.format import Checkpoint, _digest, _measure
-from drivetrain.pipeline.runs.checkpoints.state import global_randomness_kept
+from drivetrain.pipeline.runs.checkpoints.state import global_randomness_kept, restoring
 from drivetrain.pipeline.runs.run import Run
 from drivetrain.pipeline.telemetry.state import EpochMeter
 from drivetrain.pipeline.training.build import build, fork_rng
@@ -372,3 +373,11 @@ def test_values_that_do_not_belong_are_typed_errors(toy: Toy, saved: Path, tmp_p
         with_right_digests(place)
         with pytest.raises(CheckpointError, match="step-00000003"):
             resume(toy, place)
+
+
+def test_a_device_that_is_too_small_is_not_the_checkpoints_fault() -> None:
+    """As when a run resumes on fewer GPUs."""
+    checkpoint = cast("Checkpoint", SimpleNamespace(place="runs/a/checkpoints/step-00000001"))
+    words = "step-00000001 needs more memory than a device here has free: CUDA out of memory.*is not damaged"
+    with pytest.raises(CheckpointError, match=words), restoring(checkpoint):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
