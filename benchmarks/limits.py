@@ -69,7 +69,7 @@ def operations(variant: BuiltVariant, batches: int) -> float:
 def processor_seconds() -> float:
     """Return those of this process and its children: the workers of torch's DataLoader live on after a trial."""
     children = [one.cpu_times() for one in psutil.Process().children(recursive=True)]
-    return sum(os.times()[:4]) + sum(one.user + one.system for one in children)
+    return sum(os.times()[:4]) + float(sum(one.user + one.system for one in children))
 
 
 class Bench:

@@ -135,7 +135,8 @@ def spread(parts: Sequence[Samples], weights: Sequence[float], *, seed: int, epo
         own = positions - ends[numbers] + count
         places = (own * size + offset) // count
         turns = own + (offset - places * count) // size  # after the first position that has this place
-        return turns * samples + _of_parts(parts, numbers, _near(places, size))
+        found: Indices = turns * samples + _of_parts(parts, numbers, _near(places, size))
+        return found
 
     return Order(int(ends[-1]), at)
 
