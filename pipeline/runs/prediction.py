@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from torch import nn
 from tqdm.auto import tqdm
 
 from ...common.checks import check_whole, plain
@@ -26,6 +27,7 @@ from ...loaders.beton.data_set import BetonFiles, open_files
 from ...loaders.beton.layout import MODE_RAW
 from ...loaders.conversion.folders import EXTENSIONS, files_below
 from ...strategies.options import Precision, half_dtype
+from ...transforms import Transform
 from ..describe.config import DistributedConfig
 from ..describe.inputs import Inputs
 from ..describe.pipeline_spec import PipelineSpec
@@ -35,9 +37,6 @@ from ..tasks.task import Task
 from ..training.hooks import evaluated_outputs
 from .analysis.judge import shown
 from .analysis.picture import masked
-
-if TYPE_CHECKING:
-    from .result import FitResult
 
 SHOWN = 24  # predictions that a notebook shows with pictures
 BATCH = 32  # images that `predict` takes at once: enough for speed, little memory
@@ -110,8 +109,23 @@ def _caption(row: Mapping[str, Any]) -> str:
     return str(name)  # also of what a custom task returns
 
 
+class Trained(Protocol):
+    """What a prediction needs of a `FitResult`."""
+
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def task(self) -> Task: ...
+    @property
+    def inputs(self) -> Inputs: ...
+    @property
+    def transforms(self) -> tuple[Transform, ...]: ...
+    @property
+    def spec(self) -> PipelineSpec | None: ...
+
+
 def predicted(
-    run: FitResult, given: Sequence[Picture], batch_size: int, on_error: OnError, progress: bool
+    run: Trained, given: Sequence[Picture], batch_size: int, on_error: OnError, progress: bool
 ) -> Iterator[Predicted]:
     """Yield what the model says of each picture, in order."""
     if on_error not in ("raise", "skip"):
@@ -149,7 +163,7 @@ def predicted(
             bar.update(len(part))
 
 
-def _forward(run: FitResult, batch: torch.Tensor) -> Any:
+def _forward(run: Trained, batch: torch.Tensor) -> Any:
     """Predict as the run's evaluation does: with its evaluation transforms, and in its precision."""
     model, task, training = run.model, run.task, run.model.training
     model.eval()

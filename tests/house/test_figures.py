@@ -84,6 +84,8 @@ NOT_OF_RESULTS: dict[str, dict[str, str]] = {
         "600 seconds by default": SETTING,
         "(5 s × 3)": SETTING,
         "(30 s)": SETTING,
+        "save within 30 s (see": "torch's",
+        "the others 30 seconds, whatever": "torch's",
         "50 ms a step": CONDITION,
     },
     "docs/ledger.md": {

@@ -527,7 +527,13 @@ def test_shares_in_quasi_random_order_read_runs_of_the_file(kind: str) -> None:
 @pytest.mark.parametrize("balance", ["class", tuple(range(1, TRAIN + 1))], ids=["class", "weights"])
 def test_balance_in_quasi_random_order(toy: Toy, balance: Any) -> None:
     """By class: 32 samples of the first, and 8 of each of the others."""
-    options: dict[str, Any] = {"order": "quasi_random", "seed": 3, "image_size": TOY_SIDE, "batch_size": 16}
+    options: dict[str, Any] = {
+        "order": "quasi_random",
+        "seed": 3,
+        "image_size": TOY_SIDE,
+        "batch_size": 16,
+        "drop_last": True,
+    }
     few = tuple(sample for sample in range(TRAIN) if sample % 4 == 0 or sample < 32)
     chosen = SampleOptions(balance=balance, indices=few if balance == "class" else None)
     with loader(toy.train, indices=chosen, **options) as made:
