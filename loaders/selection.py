@@ -198,7 +198,7 @@ def selected(options: SampleOptions, beton: BetonFiles, *, near: bool = False) -
     def make() -> Selection:
         return select(options, samples, beton.compact_labels, near=near)
 
-    if not options.selects or not _is_shared(beton):
+    if not options.selects or not beton.shareable:
         return make()
     return Selection.of(once(options, beton, f"selection, {near=}", lambda: make().arrays()), samples)
 
@@ -213,14 +213,10 @@ def once(options: SampleOptions, beton: BetonFiles, what: str, make: Callable[[]
         what: a name of the arrays, and all else that they depend on.
         make: computes them.
     """
-    if not _is_shared(beton):
+    if not beton.shareable:
         return make()
     data = [len(beton), beton.checksum, beton.label_name, beton.parts]
     return shared_arrays(key_of(what, _FORMAT, *data, *map(_fact, _values_of(options))), make)
-
-
-def _is_shared(beton: BetonFiles) -> bool:
-    return beton.lazy and beton.checksum is not None
 
 
 def _values_of(options: SampleOptions) -> list[Any]:

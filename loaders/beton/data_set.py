@@ -122,7 +122,7 @@ class BetonFiles:
         Raises:
             BetonError: as `Beton.labels`.
         """
-        if not self.lazy or self.checksum is None or self.label_name in self.targets:
+        if not self.shareable or self.label_name in self.targets:
             return LabelFacts.of([self.labels])
         key = key_of("labels", LABELS, len(self), self.checksum, self.label_name)
         return LabelFacts.shared(shared_arrays(key, lambda: self._read_facts().arrays()))
@@ -159,6 +159,12 @@ class BetonFiles:
         if len(known := self._facts.checksums):
             return joined(zip((4 * np.diff(self.starts)).tolist(), known.tolist(), strict=True))
         return reduce(lambda before, one: one.all_checksums(before), self.files, 0)
+
+    @property
+    def shareable(self) -> bool:
+        """Whether what a process of a machine computes from all samples is kept for the others: the data set is large,
+        and its checksum known."""
+        return self.lazy and self.checksum is not None
 
     @cached_property
     def pages(self) -> NDArray[np.int64]:

@@ -38,7 +38,7 @@ class Shard:
     version: str  # what changes with its content
     out: str
     choices: Choices
-    start: str = ""  # the folder that its paths begin in, if whoever converts it may work in another one
+    start: str = ""  # the folder that its paths begin in, where a task may work in another folder
 
     @property
     def origin(self) -> dict[str, Any]:

@@ -200,7 +200,7 @@ class RecordingGuard(NonFiniteGuard):
     """Check without raising: a ledger trains at the peak learning rate from the start, and discards its weights."""
 
     def _fail(self, text: str) -> None:
-        """Go on."""
+        """Raise nothing: a trial continues."""
 
 
 def _recorded(loader: EpochLoader, seen: list[Any]) -> Iterator[Batch]:
