@@ -72,7 +72,7 @@ def alarm(deadline: float) -> Iterator[None]:
         return
     sender = _Sender(number, main.ident, deadline + GRACE - perf_counter())
     received = False
-    with raising(number, sender.handler):
+    with raising(number, sender.handler), sender.unraisable():
         try:
             try:
                 sender.timer.start()
@@ -96,7 +96,8 @@ class _Alarm(KeyboardInterrupt):
 
 
 class _Sender:
-    """Sends the main thread a signal after some seconds, and again for as long as its handler postpones it."""
+    """Sends the main thread a signal after some seconds, and again for as long as its handler postpones it, or what it
+    raises is lost."""
 
     def __init__(self, number: int, main: int, seconds: float) -> None:
         self._number, self._main = number, main
@@ -115,7 +116,7 @@ class _Sender:
                 self._sent += 1
                 signal.pthread_kill(self._main, self._number)
             while self._postponed < self._sent:
-                if self._over or self.raised:
+                if self._over:
                     return
                 sleep(AGAIN)
 
@@ -124,7 +125,25 @@ class _Sender:
             self._postponed += 1
             return
         self.raised = True
-        raise _Alarm
+        raise _Alarm(self._number)
+
+    @contextmanager
+    def unraisable(self) -> Iterator[None]:
+        """Notice that the exception was raised in a finalizer or a weak reference's callback, where Python prints and
+        drops it: it is sent again."""
+        before = sys.unraisablehook
+
+        def noticed(lost: "sys.UnraisableHookArgs") -> None:
+            if isinstance(lost.exc_value, _Alarm) and lost.exc_value.args == (self._number,):
+                self.raised, self._postponed = False, self._sent
+            else:
+                before(lost)
+
+        sys.unraisablehook = noticed
+        try:
+            yield
+        finally:
+            sys.unraisablehook = before
 
     def end(self) -> None:
         with self._lock:

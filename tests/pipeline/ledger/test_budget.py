@@ -234,6 +234,43 @@ def test_an_import_ends_before_the_alarm(tmp_path: Path, monkeypatch: pytest.Mon
     time.sleep(3 * ledger_budget.AGAIN)
 
 
+def test_an_alarm_that_comes_in_a_finalizer_is_sent_again() -> None:
+    """Python drops what is raised there: the budget would not be kept, and a traceback printed."""
+    hook = sys.unraisablehook
+    came: list[str] = []
+
+    class Slow:
+        def __del__(self) -> None:
+            try:
+                time.sleep(30)
+            finally:
+                came.append("in the finalizer")
+
+    class Failing:
+        def __del__(self) -> None:
+            raise ValueError("not an alarm")
+
+    def finalizes_and_sleeps() -> None:
+        with alarm(due(0.1)):
+            one: Any = Slow()
+            del one
+            assert came
+            time.sleep(30)
+
+    start = time.perf_counter()
+    with pytest.raises(OutOfTime):
+        finalizes_and_sleeps()
+    assert time.perf_counter() - start < 20
+    assert sys.unraisablehook is hook
+    with pytest.MonkeyPatch.context() as patch, alarm(time.perf_counter() + 60):
+        others: list[Any] = []
+        patch.setattr(sys, "unraisablehook", others.append)
+        with alarm(time.perf_counter() + 60):
+            other: Any = Failing()
+            del other
+        assert [one.exc_type for one in others] == [ValueError]  # what is not ours is printed as ever
+
+
 def test_ctrl_c_as_an_alarm_is_set_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     start = threading.Thread.start
 
