@@ -102,7 +102,7 @@ class _Sender:
     def __init__(self, number: int, main: int, seconds: float) -> None:
         self._number, self._main = number, main
         self._lock = threading.Lock()
-        self._sent, self._postponed, self._over = 0, 0, False
+        self._sent, self._postponed, self._over = 0, 0, threading.Event()
         self._imports = _imports(sys._getframe())
         self.timer = threading.Timer(max(seconds, 0.0), self._send)
         self.timer.daemon = True
@@ -111,14 +111,13 @@ class _Sender:
     def _send(self) -> None:
         while True:
             with self._lock:
-                if self._over:
+                if self._over.is_set():
                     return
                 self._sent += 1
                 signal.pthread_kill(self._main, self._number)
             while self._postponed < self._sent:
-                if self._over:
+                if self._over.wait(AGAIN):
                     return
-                sleep(AGAIN)
 
     def handler(self, _: int, frame: FrameType | None) -> None:
         if _imports(frame) > self._imports:  # inside an import: sent again until it has ended
@@ -147,7 +146,7 @@ class _Sender:
 
     def end(self) -> None:
         with self._lock:
-            self._over = True
+            self._over.set()
         self.timer.cancel()
 
     @property
