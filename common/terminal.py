@@ -16,8 +16,9 @@ def is_interactive() -> bool:
 def in_cell() -> bool:
     """Return whether the code runs in a notebook. Some libraries import ipykernel without one, so that only the shell
     in use can show it."""
-    ipython = sys.modules.get("IPython")
-    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
+    # It is a module without the function while another thread imports it, or if a program has replaced it by its own.
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return hasattr(shell, "kernel")
 
 
 def time_bar(seconds: float, progress: bool) -> Any:

@@ -47,12 +47,17 @@ Batch = tuple[Any, ...]
 """Images `(B, 3, H, W)`, with `views` `(B, V, 3, H, W)` or a tuple of them; labels `(B,)`, `(B, K)` or, of masks,
 `(B, H, W)`; then the further fields requested by name."""
 
+_AT_ONCE = 1 << 18  # samples compared at a time
+
 
 def _in_place(samples: Samples) -> Samples:
     """Return the samples in their order in the file. Those that are in it already, as most that ranks map, are not
-    copied."""
-    if isinstance(samples, np.ndarray) and (samples[1:] < samples[:-1]).any():
-        return np.sort(samples)
+    copied, and need no memory for each sample."""
+    if isinstance(samples, np.ndarray):
+        starts = range(0, len(samples), _AT_ONCE)
+        parts = (samples[start : start + _AT_ONCE + 1] for start in starts)  # each with the first of the next
+        if any((part[1:] < part[:-1]).any() for part in parts):
+            return np.sort(samples)
     return samples
 
 
@@ -172,6 +177,11 @@ class EpochLoader(ABC):
         return self.beton is not None and self.beton.label_name in self.beton.targets
 
     @property
+    def _has_vectors(self) -> bool:
+        """Whether the labels are vectors, `(B, K)` in a batch: float32, whatever type a file of FFCV's stores."""
+        return self.beton is not None and self.beton.fields[self.beton.label_name] == "ndarray"
+
+    @property
     def colors(self) -> tuple[str, ...]:
         """Colors of the classes of masks, `"#rrggbb"`, as their source had them; "" for those without one."""
         return () if self.beton is None or not self.has_masks else self.beton.colors(self.beton.label_name)
@@ -193,7 +203,8 @@ class EpochLoader(ABC):
         if isinstance(values, list):
             return values
         tensor = torch.from_numpy(values)
-        return tensor.float() if self.beton.fields[name] == "float" else tensor
+        vectors = name == self.beton.label_name and self._has_vectors
+        return tensor.float() if vectors or self.beton.fields[name] == "float" else tensor
 
     def fields_of(self, indices: NDArray[np.int64], image_size: ImageSize) -> tuple[Any, ...]:
         """Return the further fields of the samples `indices` `(n,)`, as a batch of their full images, resized to

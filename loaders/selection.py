@@ -66,9 +66,9 @@ def check_indices(indices: Any, samples: int) -> NDArray[np.int64]:
         chosen = np.flatnonzero(chosen)
     if chosen.ndim != 1 or len(chosen) == 0 or not np.issubdtype(chosen.dtype, np.integer):
         raise DataError(f"indices must be a non-empty list of sample indices, not {indices!r:.80}.")
-    outside = (chosen < 0) | (chosen >= samples)
-    if outside.any():
-        raise DataError(f"indices contains {chosen[outside][0]}, but the data set has samples 0 to {samples - 1}.")
+    if chosen.min() < 0 or chosen.max() >= samples:  # masks of all would take memory that grows with the data
+        wrong = chosen[(chosen < 0) | (chosen >= samples)][0]
+        raise DataError(f"indices contains {wrong}, but the data set has samples 0 to {samples - 1}.")
     # A copy, which the caller cannot change; but of what is mapped (`shared_arrays`), which nobody can.
     return chosen.astype(np.int64, copy=chosen.flags.writeable or not isinstance(chosen.base, np.memmap))
 

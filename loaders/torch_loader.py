@@ -9,6 +9,7 @@ import threading
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from multiprocessing import resource_tracker
+from multiprocessing.reduction import ForkingPickler
 from types import TracebackType
 from typing import Any, Unpack
 
@@ -125,7 +126,7 @@ class TorchLoader(EpochLoader):
                 raise batch
             images, labels = batch
             images = tuple(images) if isinstance(images, list) else images
-            labels = labels.float() if labels.is_floating_point() else labels
+            labels = labels.float() if self._has_vectors or labels.is_floating_point() else labels
             yield images, labels, *(self._value(share % self.samples, name) for name in self.settings.fields)
 
     def _started(self, loader: DataLoader[Any]) -> Iterator[Any]:
@@ -139,7 +140,15 @@ class TorchLoader(EpochLoader):
             if self._feed is not None:  # DataLoader's pinning thread uses CUDA's current device
                 around.enter_context(self._feed.streams.current_device())
             around.enter_context(_on_the_host())  # DataLoader draws a number from our generator
-            return iter(loader)
+            try:
+                return iter(loader)
+            except Exception as error:
+                if not self.workers or is_exhaustion(error) or not (reason := _why_not_sent(self.dataset)):
+                    raise
+                raise DataError(
+                    f"{type(self.dataset).__name__} cannot be sent to worker processes: {reason}. Use functions of a "
+                    "module in place of lambdas and local functions; or workers=0, which loads in this process."
+                ) from error
 
     def _make_loader(self) -> DataLoader[Any]:
         parallel: dict[str, Any] = {}
@@ -295,6 +304,16 @@ def _collated(samples: list[Any]) -> Any:
             f"The samples cannot be collated into a batch: {_describe_error(error)}. Each must be an image and a "
             "label, a number or an array, all of the same shape."
         )
+
+
+def _why_not_sent(dataset: Any) -> str:
+    """Return why a data set cannot be pickled for another process; "" if it can. To find out takes as long as to send
+    it, so that it is done only after a failure."""
+    try:
+        ForkingPickler.dumps(dataset)
+    except Exception as error:  # of several types, and those of the data set's own code
+        return _describe_error(error)
+    return ""
 
 
 def _describe_error(error: Exception) -> str:

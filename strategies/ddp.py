@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..common.checks import check_flag
 from ..common.errors import StrategyError
 from .base import OptimizerFactory
 from .common.optimizer_state import Entry, Keep
@@ -85,6 +86,9 @@ class DDP(ReplicatedStrategy):
 
     name = "ddp"
     summary = "the full model on every device, gradients averaged (DistributedDataParallel)"
+
+    def __post_init__(self) -> None:
+        check_flag("find_unused_parameters", self.find_unused_parameters, StrategyError)  # any text would be true
 
     def _wrap(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, options: Options

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from ..common import machine
+from ..common.checks import is_whole
 from ..common.errors import StrategyError
 from ..common.rows import chunk, shard_of
 from ..common.storage.tensors import rows_of, shape_of
@@ -293,9 +294,9 @@ class HSDP(FSDP):
         """Raise `StrategyError` if `devices` ranks cannot train here, or cannot be split into groups."""
         super().check(devices)
         size = self._group_size(devices)
-        if size < 1 or devices % size:
+        if not is_whole(size, 1) or devices % size:
             raise StrategyError(
-                f"strategy 'hsdp': shard_size={size} must be a positive integer that divides the {devices} devices."
+                f"strategy 'hsdp': shard_size={size!r} must be a positive integer that divides the {devices} devices."
             )
 
     def shards(self, devices: int) -> int:

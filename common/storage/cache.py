@@ -168,8 +168,16 @@ def _bytes(folder: Path) -> tuple[int, int]:
     """Return what a copy's files take on disk when it is full, and now. A stream does not fill."""
     files = [each.stat() for each in folder.iterdir()]
     present = sum(each.st_blocks * 512 for each in files)
-    streams = "stream" in json.loads((folder / FACTS).read_text())
-    return present if streams else sum(each.st_size for each in files), present
+    return present if "stream" in _known(folder / FACTS) else sum(each.st_size for each in files), present
+
+
+def _known(facts: Path) -> dict[str, Any]:
+    """Return the facts of a copy. Of one that was made just before the machine crashed, or lost its power, the file may
+    be empty: nothing is known of it, and it is removed as others are."""
+    try:
+        return dict(json.loads(facts.read_text()))
+    except ValueError:
+        return {}
 
 
 def _now(root: Path) -> float:
@@ -184,7 +192,7 @@ def _remove_unused(facts: Path) -> bool:
     try:
         if abs(_now(facts.parent.parent) - facts.stat().st_mtime) <= _RECENT:
             return False
-        with (facts.parent / json.loads(facts.read_text()).get("name", FACTS)).open() as file:
+        with (facts.parent / _known(facts).get("name", FACTS)).open() as file:
             if not acquire(file, wait=False):
                 return False
             gone = facts.parent.with_name(f"{_GONE}{facts.parent.name}")

@@ -321,7 +321,8 @@ class Beton:
     def sample_error(self, index: int, reason: str) -> BetonError:
         """Return the error for an unusable sample."""
         return BetonError(
-            f"{self.path}: sample {index}: {reason}. Exclude it with indices=, or convert the data again."
+            f"{self.path}: sample {index}: {reason}. Exclude it with indices=, which count "
+            "through all files of the data, or convert the data again."
         )
 
     @property

@@ -12,7 +12,7 @@ from ..options import check_workers
 from .encode import Encoding
 from .shards import convert_shards
 from .single import Choices, ConvertReport, convert_here
-from .values import check_mask_map, requested_fields
+from .values import check_mask_map, requested_classes, requested_fields
 
 __all__ = ["ConvertReport", "convert"]
 
@@ -129,7 +129,8 @@ def convert(
     )  # fmt: skip
     if on_error not in ("raise", "skip"):
         raise DataError(f"on_error={on_error!r} must be 'raise' or 'skip'.")
-    choices = Choices(encoding, requested_fields(fields), labels, classes, check_mask_map(mask_map), on_error)
+    names = requested_classes(classes)
+    choices = Choices(encoding, requested_fields(fields), labels, names, check_mask_map(mask_map), on_error)
     if engine not in ENGINES:
         raise DataError(f"engine={engine!r} must be {', '.join(map(repr, ENGINES))}.")
     if engine == "threads":

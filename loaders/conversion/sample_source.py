@@ -8,7 +8,7 @@ import threading
 from array import array
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -161,7 +161,8 @@ def class_names(dataset: Any, feature: Any = None) -> list[str]:
     if getattr(dataset, "target_transform", None) is not None:
         return []
     for names in (getattr(dataset, "classes", None), getattr(feature, "names", None)):
-        if names is not None and len(names):  # it may be an array
+        # It may be an array, or of a data set of the user's own their number.
+        if isinstance(names, Collection) and not isinstance(names, str) and len(names):
             # torchvision's ImageNet has a tuple of all names of a class.
             return [", ".join(map(str, name)) if isinstance(name, tuple) else str(name) for name in names]
     return []

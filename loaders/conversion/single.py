@@ -138,6 +138,11 @@ def convert_here(
     stored = first_fields(samples, choices.fields, choices.on_error, encoding)
     masks = stored[1].kind == STORED_AS["mask"]  # then a data set's own names may be those of something else
     names = list(choices.classes or (() if masks else samples.classes))
+    if choices.classes and stored[1].kind == "ndarray" and len(names) != stored[1].shape[0]:
+        raise DataError(
+            f"classes={names!r:.80} has {len(names)} names, but each label has {stored[1].shape[0]} values. Pass a "
+            "name for each of them, or leave classes out."
+        )
     targets = {"label": "mask"} if masks else {}
     targets |= {name: kind for name, kind in choices.fields.items() if kind in MOVING}
     if choices.mask_map and "mask" not in targets.values():

@@ -3,7 +3,7 @@ taken in any form, and scaled as their image is."""
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -43,6 +43,17 @@ def requested_fields(fields: Sequence[str] | Mapping[str, str | None] | None) ->
         if kind is not None and kind not in _EXTRA_KINDS:
             raise DataError(f"The field {name!r} has the unknown kind {kind!r}. Use one of {', '.join(_EXTRA_KINDS)}.")
     return wanted
+
+
+def requested_classes(classes: Sequence[str] | None) -> list[str] | None:
+    """Return names of classes as a list, also of an array. One text would be a class for each letter, and a file whose
+    manifest has other values than texts could not be opened."""
+    if classes is None:
+        return None
+    names: list[Any] = list(classes) if isinstance(classes, Iterable) and not isinstance(classes, str) else [None]
+    if not all(isinstance(name, str) for name in names):
+        raise DataError(f"classes={classes!r:.80} must be a list of names in label order, such as ['cat', 'dog'].")
+    return list(map(str, names))
 
 
 def label_field(label: Any) -> Field:

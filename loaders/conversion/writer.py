@@ -111,7 +111,8 @@ class Columns:
         """Each sample's checksum, `(N,)`, as defined by `Beton.checksum`."""
         return np.array(self._checksums[self.fields[1].kind], dtype=np.uint32)
 
-    def check_classes(self, classes: int) -> None:
+    def check_classes(self, classes: int, before: int) -> None:
+        """Reject a label that no class has; `before`: samples of earlier files of the conversion, for the message."""
         if self.fields[1].kind != "int":
             return
         labels = np.array(self._values[0])
@@ -120,7 +121,7 @@ class Columns:
             (int(labels.argmax()), f"there are {classes} classes"),
         ):
             if labels[at] < 0 or (classes and labels[at] >= classes):
-                raise DataError(f"Sample {at} has the class index {labels[at]}, but {remedy}.")
+                raise DataError(f"Sample {before + at} has the class index {labels[at]}, but {remedy}.")
 
     def metadata(self) -> NDArray[Any]:
         """Return the metadata, `(N,)` of `metadata_dtype(fields)`."""
@@ -186,7 +187,7 @@ def write_betons(
                     "files of one data set have labels of one kind. Make the first label a float, or write one file."
                 )
             fields = columns.fields
-            columns.check_classes(len(about["classes"]))
+            columns.check_classes(len(about["classes"]), written.samples)
             tables, digest, blocks = _write_tables(file, columns, pages)
             # With the seal before, so that files of different conversions are never read as one data set.
             shard = {"number": number, "of": len(outs), "follows": follows}

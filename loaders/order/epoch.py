@@ -3,6 +3,7 @@ share, and holds some thousand of it at a time, whatever the size of the data se
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -127,7 +128,8 @@ def spread(parts: Sequence[Samples], weights: Sequence[float], *, seed: int, epo
     counts, sizes = shares(sum(map(len, parts)), weights), [*map(len, parts)]
     keys = _keys_of_parts(seed, len(parts)).tolist()
     starts = [(key + epoch * count) % size for key, count, size in zip(keys, counts, sizes, strict=True)]
-    ends, of_parts = np.cumsum(counts), np.array([counts, sizes, starts])
+    exact = object if max(map(operator.mul, counts, sizes)) >= 1 << 62 else np.int64  # of 2 billion samples and more
+    ends, of_parts = np.cumsum(counts), np.array([counts, sizes, starts], exact)
 
     def at(positions: Indices) -> Indices:
         numbers = np.searchsorted(ends, positions, side="right")
@@ -135,6 +137,7 @@ def spread(parts: Sequence[Samples], weights: Sequence[float], *, seed: int, epo
         own = positions - ends[numbers] + count
         places = (own * size + offset) // count
         turns = own + (offset - places * count) // size  # after the first position that has this place
+        places, turns, size = (each.astype(np.int64, copy=False) for each in (places, turns, size))
         found: Indices = turns * samples + _of_parts(parts, numbers, _near(places, size))
         return found
 

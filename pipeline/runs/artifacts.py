@@ -73,6 +73,7 @@ class RunArtifacts(Observer):
         self._pending: list[tuple[float, float, HostCopy]] = []
         self._folder = job.folder if lead else None
         self._next_picture = perf_counter() + PICTURE
+        self._of_weights: dict[str, Any] = {}  # facts of a stop, while the folder has its weights
         outcome.history = History([], facts)
 
     @property
@@ -107,6 +108,7 @@ class RunArtifacts(Observer):
             if self._folder is not None and history.moment != "0":
                 save_model(state, self._folder / MODEL, epochs=history.moment, about=metadata(history.facts))
                 history.save(self._folder / HISTORY)
+                self._of_weights = {}
                 if isinstance(state.weights, Tensors):  # they were gathered or read for the file
                     state = open_model(self._folder / MODEL)
             self._outcome.history = history
@@ -118,7 +120,7 @@ class RunArtifacts(Observer):
     def add_evaluation(self, evaluation: Evaluation) -> None:
         self._outcome.history = replace(self.history, evaluations=[*self.history.evaluations, evaluation])
         if self._folder is not None:
-            self.history.save(self._folder / HISTORY)
+            replace(self.history, facts=self.history.facts | self._of_weights).save(self._folder / HISTORY)
 
     def add_straggler(self, straggler: dict[str, Any]) -> None:
         known = self.history.facts.get("stragglers", [])
@@ -131,8 +133,9 @@ class RunArtifacts(Observer):
         saved = None if self._folder is None else read_history(self._folder)
         if self._folder is None or saved is None:
             return
-        if saved.stopped is not None:  # the weights stay those of the stop until the next epoch ends
-            replace(saved, facts={**saved.facts, "continued": True}).save(self._folder / HISTORY)
+        if "stopped" in saved.facts:  # the weights stay those of the stop until the next epoch ends
+            self._of_weights = {"stopped": saved.facts["stopped"], "continued": True}
+            replace(saved, facts=saved.facts | self._of_weights).save(self._folder / HISTORY)
         if history.epochs and saved.epochs == history.epochs:
             self._outcome.state = load_model(self._folder / MODEL, epochs=history.moment)
 

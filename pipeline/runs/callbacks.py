@@ -4,6 +4,7 @@ import json
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from time import perf_counter
 from typing import Any
@@ -46,6 +47,14 @@ def check_callbacks(callbacks: Sequence[Callback], options: RunOptions, *, pickl
             state_of(one)
         except CheckpointError as error:
             raise PlanError(str(error)) from None
+
+
+def check_measured(callbacks: Sequence[Callback], options: RunOptions, measured: Sequence[str]) -> None:
+    """Check callbacks once more if evaluations lack a metric of the task: the default `top5`, of up to five classes."""
+    names = tuple(name for name in options.metrics if name in ("val_loss", *measured))
+    if names != options.metrics:
+        for one in callbacks:
+            one.check(replace(options, metrics=names))
 
 
 def state_of(callback: Callback) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from ..telemetry.progress import echo
 from ..training.agreement import Requests
 from ..training.build import plain_torch, rebuild_model, resolve_data
 from .artifacts import FitJob, RankResult
-from .callbacks import check_callbacks, run_options
+from .callbacks import check_callbacks, check_measured, run_options
 from .checkpoints.directory import CheckpointDir, kept_precision
 from .checkpoints.remote import RemoteRun, shown
 from .checkpoints.writer import UPLOAD_PATIENCE
@@ -148,6 +148,8 @@ def train_rank(plan: ResolvedPlan, job: FitJob) -> RankResult:
     try:
         resumes = job.resume is not None
         with requests.noted(job.stop_on), built_here(plan, initial, resumes=resumes) as built:
+            if job.callbacks:
+                check_measured(job.callbacks, run_options(plan, bool(job.logger)), built.metrics)
             if job.plan and is_main_process():
                 print(job.plan, flush=True)
             run = Run(plan, built, job, outcome, None if initial is None else initial.matched, requests)

@@ -157,12 +157,14 @@ class Run(Observer):
 
     def _compare_data(self) -> None:
         """Raise on all ranks if one has other data: one machine may have looked at files at addresses minutes before,
-        another one since they were replaced."""
+        another one since they were replaced; or it lacks manifests, which `preflight` does not compare. It could not
+        resume from the checkpoints, which have the facts of rank 0."""
         own = [self._facts.get(name) for name in ("training samples", "training data (CRC-32)", VALIDATION)]
         if len(set(of_all_ranks(json.dumps([own[:2], own[2] and own[2][1]]), self._engine.world_size))) > 1:
             raise StrategyError(
-                "The ranks have other data: files at addresses were replaced within the last ten minutes, after one "
-                "machine had looked at them. Run the same command again later."
+                "The ranks have other data: one has files without their manifests (.beton.json), or files at addresses "
+                "were replaced within the last ten minutes, after one machine had looked at them. Copy each manifest "
+                "with its file to all machines; or run the same command again later."
             )
 
     def _begin(self, choice: ResumePoint) -> None:
@@ -328,6 +330,7 @@ class Run(Observer):
 
     def _stop(self, reason: str) -> None:
         state, within, artifacts = self.state, self.state.meter.steps, self._artifacts
+        artifacts.flush()  # the steps until now belong to the history that is kept here
         epochs, evaluations = artifacts.history.epochs, artifacts.history.evaluations
         rated = bool(epochs) and epochs[-1].val_loss is not None and not within
         rated = rated or (bool(evaluations) and evaluations[-1].step == state.step)

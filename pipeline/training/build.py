@@ -109,6 +109,7 @@ class Built:
         targets: the scale of the targets of `Regression`, if it is fitted or should be; else "".
         without_values: names of tensors that are NaN until a checkpoint is loaded, and why: of a model on the meta
             device, those that no `reset_parameters` initializes.
+        metrics: names of the metrics of an evaluation on these classes: those of the task, but perhaps not `top5`.
 
     Example::
 
@@ -131,6 +132,7 @@ class Built:
     targets: str = ""
     identity: dict[str, str] = field(default_factory=dict)
     without_values: dict[str, str] = field(default_factory=dict)
+    metrics: tuple[str, ...] = ()
 
     def begin(self, epochs: int) -> Schedule:
         """Start a training of so many epochs in a loop of your own, from the current weights. Return the schedule,
@@ -210,7 +212,7 @@ def build(
     hooks.calibrate = partial(calibrate, engine, batches, loss)
     return Built(
         plan, engine, train, val, loss, hooks, parts.reports, parts.monitor,
-        note, split, parts.targets, parts.identity, vacant,
+        note, split, parts.targets, parts.identity, vacant, parts.metrics,
     )  # fmt: skip
 
 
@@ -231,6 +233,7 @@ class Parts:
     monitor: Monitor
     identity: dict[str, str]
     targets: str  # a note on their scale, or ""
+    metrics: tuple[str, ...]
 
     @property
     def classes(self) -> int | None:
@@ -281,7 +284,7 @@ def make_parts(
     known = {name: scale_of(task, name, meter) for name, meter in meters.items()}
     scale = known.get(task.monitor, Scale(higher_is_better=False))
     monitor = Monitor(task.monitor, scale.higher_is_better is not False, scale.unit)
-    return Parts(_scaled(plan, model), model, reports, width, (outputs, two), monitor, identity, note)
+    return Parts(_scaled(plan, model), model, reports, width, (outputs, two), monitor, identity, note, tuple(meters))
 
 
 def _scaled(plan: ResolvedPlan, model: nn.Module) -> ResolvedPlan:

@@ -91,6 +91,11 @@ def _offload_of(section: Config, stage: int) -> tuple[str | None, str | None]:
     keys = ("offload_optimizer", "offload_param") if stage == 3 else ("offload_optimizer",)
     for key in keys:
         where = section.get(key) or {}
+        if not isinstance(where, Mapping):
+            raise StrategyError(
+                f"strategy 'deepspeed': config['zero_optimization'][{key!r}]={where!r:.80} must be an object, such as "
+                "{'device': 'cpu'}."
+            )
         if (device := where.get("device", "none")) != "none":
             return device, where.get("nvme_path")
     return None, None

@@ -8,6 +8,9 @@ import pytest
 import torch
 from drivetrain.common.errors import DataError
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert
+from drivetrain.loaders.beton.layout import Field
+from drivetrain.loaders.conversion.encode import Encoding, encode_image
+from drivetrain.loaders.conversion.writer import Sample, write_betons
 from loader_pictures import make as make_loader
 from loader_pictures import raw_pictures
 
@@ -91,3 +94,21 @@ def test_vector_labels(kind: Any, vectors: Path) -> None:
         assert np.array_equal(labels.numpy(), loader.labels)
     with make(kind, vectors, rank=3, world_size=4, drop_last=False) as loader:  # no share is empty
         assert list(loader)[-1][1].shape == (1, 3)
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("dtype", ["|u1", "|b1", "<i8", "<f2", "<f8"])
+def test_vectors_of_another_type(kind: Any, dtype: str, tmp_path: Path) -> None:
+    """FFCV's writer stores any type; binary cross entropy, for one, takes floats only."""
+    images, _ = raw_pictures(COUNT, SIDE)
+    labels = np.random.default_rng(0).integers(0, 2, (COUNT, 3)).astype(dtype)
+    samples = [
+        Sample(encode_image(image, Encoding()), (label.tobytes(),)) for image, label in zip(images, labels, strict=True)
+    ]
+    fields = [Field("image", "rgb_image"), Field("label", "ndarray", np.dtype(dtype), (3,))]
+    path = tmp_path / "vectors.beton"
+    write_betons([path], samples, COUNT, fields, {"classes": []})
+    with make(kind, path, order="sequential") as loader:
+        found = torch.cat([labels for _, labels in loader])
+    assert found.dtype == torch.float32
+    assert np.array_equal(found.numpy(), labels)

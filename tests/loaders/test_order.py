@@ -2,6 +2,7 @@
 
 import itertools
 import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from drivetrain.common.errors import DataError
 from drivetrain.common.options.config import options_of
-from drivetrain.loaders import FFCVLoader, TorchLoader
+from drivetrain.loaders import FFCVLoader, TorchLoader, epochs
 from drivetrain.loaders.beton.manifest import manifest_path
 from drivetrain.loaders.options import LoaderOptions
 from drivetrain.loaders.order.arrays import array_order, by_weight, mixed_array
@@ -481,6 +482,17 @@ def test_shares_near_to_the_order_of_the_file(
     assert order.at(positions).tolist() == found[positions].tolist()
 
 
+def test_shares_of_more_samples_than_products_of_64_bits() -> None:
+    """Their number is multiplied by a part's: with 64 bits, places wrap around from three billion samples on."""
+    sizes, positions = [7, 4_000_000_000], np.arange(3_999_990_000, 4_000_000_007, 3)
+    parts = [range(sizes[0]), range(sizes[0], sum(sizes))]
+    order = spread(parts, [float(size) for size in sizes], seed=5, epoch=3, samples=sum(sizes))
+    found = order.at(positions)
+    assert len(np.unique(found)) == len(positions)
+    assert (np.diff((found - sizes[0]) // 64) >= 0).all()
+    assert (abs(found - positions) < 64).all()
+
+
 def test_across_epochs_each_sample_of_a_part_is_trained_on_equally_often() -> None:
     """Up to once: of a data set of which an epoch has half, two epochs have all."""
     parts, total = [range(100), range(100, 107), range(107, 300)], np.zeros(300, np.int64)
@@ -623,3 +635,20 @@ def test_a_last_batch_that_was_not_given_yet_is_not_lost(numbered: Path) -> None
 def test_epoch_that_is_none(numbered: Path, number: Any) -> None:
     with pytest.raises(DataError, match="epoch="):
         loader(numbered).set_epoch(number)
+
+
+def test_whether_samples_are_in_place_is_found_some_at_a_time() -> None:
+    """Ranks map them: what each needs must not grow with the data."""
+    samples, part = np.arange(1 << 21), epochs._AT_ONCE
+    tracemalloc.start()
+    try:
+        assert epochs._in_place(samples) is samples
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert most < len(samples) / 2
+    for at in (0, part - 1, part, len(samples) - 2):  # also where two parts meet
+        changed = samples.copy()
+        changed[[at, at + 1]] = changed[[at + 1, at]]
+        assert (epochs._in_place(changed) == samples).all()
+    assert len(epochs._in_place(samples[:1])) == 1

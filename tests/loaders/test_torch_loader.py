@@ -256,6 +256,16 @@ def test_data_set_that_raises() -> None:
             _ = loader.num_classes
 
 
+@pytest.mark.process
+def test_a_data_set_that_workers_cannot_have(photos: Path) -> None:
+    data = ImageFolder(photos.parent / "photos-images", target_transform=lambda label: 2 - label)
+    words = r"ImageFolder cannot be sent to worker processes: .*lambda.*; or workers=0"
+    with make(TorchLoader, data, workers=1) as loader, pytest.raises(DataError, match=words):
+        next(iter(loader))
+    with make(TorchLoader, data, workers=0) as loader:
+        assert len(next(iter(loader))) == 2
+
+
 def test_a_broken_file_in_an_image_folder(tmp_path: Path) -> None:
     image_folder(tmp_path / "images", {"x.jpg": b"words"})
     with (

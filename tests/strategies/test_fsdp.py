@@ -151,9 +151,10 @@ def test_alone_a_model_on_the_meta_device_gets_its_values() -> None:
     torch.testing.assert_close(state, dict(on_meta().state_dict()), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("devices", "size"), [(4, 3), (2, 4), (2, -1), (2, 0)])
-def test_hsdp_wants_groups_of_one_size(devices: int, size: int) -> None:
-    with pytest.raises(StrategyError, match=f"shard_size={size} must be a positive integer that divides the {devices}"):
+@pytest.mark.parametrize(("devices", "size"), [(4, 3), (2, 4), (2, -1), (2, 0), (4, 2.0), (4, "2")])
+def test_hsdp_wants_groups_of_one_size(devices: int, size: Any) -> None:
+    words = f"shard_size={size!r} must be a positive integer that divides the {devices}"
+    with pytest.raises(StrategyError, match=words):
         HSDP("cpu", shard_size=size).check(devices)
 
 

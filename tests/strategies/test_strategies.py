@@ -300,6 +300,13 @@ def test_dp_refuses(strategy: DP, devices: int, words: str) -> None:
         strategy.check(devices)
 
 
+@pytest.mark.parametrize("name", ["ddp", "zero_redundancy"])
+def test_a_text_is_no_flag(name: str) -> None:
+    """As `find_unused_parameters=no` on the command line."""
+    with pytest.raises(StrategyError, match="find_unused_parameters='no' must be True or False"):
+        strategies.get(name, find_unused_parameters="no")
+
+
 @pytest.mark.usefixtures("nothing_registered")
 def test_a_registered_strategy_is_known() -> None:
     """On the ranks that are launched, too: see test_parity.py."""

@@ -116,12 +116,12 @@ class CheckpointDir:
         if about != self._about():
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
+                write_file(self.folder / RUN, json.dumps(about))
             except OSError as error:
                 raise CheckpointError(
                     f"{self.folder} cannot be the folder of the checkpoints: {error.strerror}. Remove it, or pass "
                     f"another folder: out=… (--out)."
                 ) from None
-            write_file(self.folder / RUN, json.dumps(about))
         if self.remote is not None:
             self.remote.begin()
 
@@ -320,7 +320,7 @@ def _on_rank_0(engine: Engine, work: Callable[[], dict[str, Any]]) -> dict[str, 
     if engine.rank == 0:
         try:
             answer = work()
-        except DrivetrainError as error:
+        except (DrivetrainError, OSError) as error:
             answer = {"error": str(error)}
     answer = json.loads(broadcast_text(engine, json.dumps(answer)))
     while _VERIFY in answer:

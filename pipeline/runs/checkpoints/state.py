@@ -155,7 +155,11 @@ def all_finite(part: Part, model: nn.Module) -> bool:
 def _is_finite(tensor: torch.Tensor) -> bool:
     """In one pass without another tensor: `isfinite` takes several times as long, and training waits for it."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return not real.numel() or all(bool(each.isfinite()) for each in torch.aminmax(real))  # NaN if one is
+    if not real.is_floating_point() or not real.numel():
+        return True
+    if real.dtype.itemsize == 1:  # float8, for which torch has no `aminmax`
+        return bool(real.isfinite().all())
+    return all(bool(each.isfinite()) for each in torch.aminmax(real))  # NaN if one is
 
 
 def load_engine(checkpoint: Checkpoint, engine: Engine) -> None:

@@ -416,6 +416,18 @@ def test_a_removal_that_was_killed_is_completed_by_the_next_job(
     assert [path.name for path in (tmp_path / "own").iterdir() if path.is_dir()] == [copy.parent.name]
 
 
+def test_a_copy_whose_facts_were_lost_in_a_crash(address: str, tmp_path: Path) -> None:
+    """It was made, and its files were not on the disk yet."""
+    lost = tmp_path / "own" / "0123456789abcdef"
+    lost.mkdir(parents=True)
+    for name in ("train.beton", FACTS):
+        (lost / name).touch()
+    copy = local_copy(address, Remote(tmp_path / "own"))
+    os.utime(lost / FACTS, (0, 0))
+    assert cache._remove_unused(lost / FACTS)
+    assert [path.name for path in (tmp_path / "own").iterdir() if path.is_dir()] == [copy.parent.name]
+
+
 def flipped(data: bytes, at: int) -> bytes:
     return data[:at] + bytes([data[at] ^ 255]) + data[at + 1 :]
 

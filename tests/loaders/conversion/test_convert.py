@@ -213,6 +213,18 @@ def test_gray_arrays_and_given_classes(tmp_path: Path) -> None:
     assert beton.num_classes == 9
 
 
+class Counted(list[Any]):
+    """A data set whose `classes` are no names."""
+
+    classes = 7
+
+
+def test_a_number_of_classes_is_no_names(tmp_path: Path) -> None:
+    beton, _ = converted(Counted(zip(IMAGES, LABELS, strict=True)), tmp_path)
+    assert beton.classes == []
+    assert beton.num_classes == 7
+
+
 def test_small_png_files_are_exact_too(tmp_path: Path) -> None:
     beton, how = converted(one_file(tmp_path, "a.png", Image.fromarray(IMAGES[2])), tmp_path)
     assert how == {"stored": 1}

@@ -134,8 +134,25 @@ def test_arrays(tmp_path: Path, images: Any, labels: Any, words: str) -> None:
     refused((images, labels), tmp_path, words)
 
 
+@pytest.mark.parametrize("names", ["abcd", "abcdef"])
+def test_other_numbers_of_names_than_of_values(tmp_path: Path, names: str) -> None:
+    words = f"has {len(names)} names, but each label has 5 values"
+    refused((IMAGES, np.eye(5)[LABELS]), tmp_path, words, classes=list(names))
+
+
 def test_fewer_classes_than_labels(tmp_path: Path) -> None:
     refused((IMAGES, LABELS), tmp_path, "Sample [34] has the class index 4", classes=list("abcd"))
+
+
+@pytest.mark.parametrize("classes", ["cats", [0, 1, 2, 3, 4], ["a", None], 5], ids=repr)
+def test_classes_that_are_no_list_of_names(tmp_path: Path, classes: Any) -> None:
+    refused((IMAGES, LABELS), tmp_path, re.escape(f"classes={classes!r} must be a list of names"), classes=classes)
+
+
+def test_classes_of_an_array(tmp_path: Path) -> None:
+    names = ["a", "b", "c", "d", "e"]
+    report = convert((IMAGES, LABELS), tmp_path / "out.beton", classes=np.array(names), progress=False)
+    assert report.classes == open_beton(tmp_path / "out.beton").classes == names
 
 
 def test_names_of_a_folder_in_another_order(tmp_path: Path) -> None:
@@ -143,6 +160,12 @@ def test_names_of_a_folder_in_another_order(tmp_path: Path) -> None:
     refused(folder, tmp_path, r"the folder .*ant 'bee', like another folder", classes=["bee", "ant", "cat"])
     report = convert(folder, tmp_path / "out.beton", classes=["an ant", "bee", "a cat"], progress=False)
     assert report.classes == ["an ant", "bee", "a cat"]
+
+
+def test_a_label_without_a_class_in_a_later_file(tmp_path: Path) -> None:
+    """Samples are numbered through all files, as a data set of them does."""
+    with pytest.raises(DataError, match="Sample 3 has the class index 5, but there are 2 classes"):
+        convert((IMAGES[:4], np.array([0, 1, 0, 5])), tmp_path / "{a,b}.beton", classes=["x", "y"], progress=False)
 
 
 @pytest.mark.parametrize("source", [7, None, object(), {1, 2}, iter([1])], ids=lambda value: type(value).__name__)

@@ -194,6 +194,9 @@ def test_a_run_that_was_stopped_within_an_epoch_is_loaded(step: int, toy: Toy, t
     options: dict[str, Any] = {"epochs": 3, "out": tmp_path, "progress": False}
     stopped = pipeline.fit(callbacks=[StopAt(step)], **options)
     place = tmp_path / "history.json"
+    saved = [list(point) for point in stopped.history.steps]
+    assert [at for at, *_ in saved] == [n / STEPS for n in range(1, step + 1)]
+    assert json.loads(place.read_text())["steps"] == saved
     for _ in range(2):
         loaded = load_run(tmp_path)
         assert (loaded.stopped, loaded.metrics) == (f"step {step}", stopped.metrics)
@@ -219,6 +222,15 @@ def test_early_stopping_stops_at_the_evaluation_that_its_patience_allows(toy: To
     assert len(by_loss.history.epochs) == 2
     improving = toy.pipeline().fit(epochs=3, progress=False, callbacks=[EarlyStopping(patience=1)])
     assert improving.stopped is None
+
+
+def test_early_stopping_of_a_metric_that_few_classes_lack(toy: Toy) -> None:
+    """It would stop the run after `patience` evaluations."""
+    stopping = EarlyStopping("top5", patience=1)
+    with pytest.raises(PlanError, match="no metric is named 'top5'"):
+        toy.pipeline().fit(epochs=2, progress=False, callbacks=[stopping])
+    monitored = toy.pipeline().task(Classification(metrics=("top1", "top5")))
+    assert monitored.fit(epochs=1, progress=False, callbacks=[stopping]).stopped is None
 
 
 class Worst(MaxMetric):
@@ -297,6 +309,16 @@ def test_a_profile_names_the_steps(toy: Toy, tmp_path: Path) -> None:
     named = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
     assert {name for name in named if str(name).startswith("step ")} == {"step 3", "step 4", "step 5"}
     assert any("convolution" in str(name) for name in named)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch.profiler")
+def test_a_run_that_ends_where_its_profile_would_begin_has_none(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.json"
+    toy.pipeline().fit(epochs=1, callbacks=[Profile(trace, start=STEPS)])
+    assert not trace.exists()
+    assert f"the run ended before step {STEPS + 1}; there is no {trace}" in "".join(capsys.readouterr())
 
 
 def test_evaluations_within_epochs(toy: Toy, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Before a run, two ranks compare what they are about to train, and both say in one sentence what differs."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +15,30 @@ from drivetrain.transforms import LabelSmoothing, MixUp
 from pipeline_data import Toy, batch_norm_model, write_toy
 
 
-def after_another_look(pipeline: Pipeline) -> str:
-    """As if rank 1's machine had looked at files at addresses before some were replaced."""
+def after_another_look(pipeline: Pipeline, bare: Pipeline) -> list[str]:
+    """As if rank 1's machine had looked at files at addresses before some were replaced; then with `bare` on rank 1."""
+    said = []
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(run, "fingerprint", lambda *others: fingerprint(*others) | {"training samples": 1})
         with pytest.raises(StrategyError) as error:
             pipeline.fit(epochs=1, progress=False)
-    return str(error.value)
+        said.append(str(error.value))
+    with pytest.raises(StrategyError) as error:
+        (bare if dist.get_rank() == 1 else pipeline).fit(epochs=1, progress=False)
+    return [*said, str(error.value)]
 
 
-def test_ranks_that_know_other_data_do_not_train(toy: Toy) -> None:
-    two = toy.pipeline().distribute("ddp", devices=2, device="cpu")
-    first, second = strategies.launch(after_another_look, two, devices=2, device="cpu")
+def test_ranks_that_know_other_data_do_not_train(toy: Toy, tmp_path: Path) -> None:
+    base, same = toy.pipeline(), tmp_path / "same.beton"
+    same.write_bytes(Path(toy.train).read_bytes())  # without its manifest
+    bare = base.replace(data=dataclasses.replace(base.data, train=str(same)))
+    two, other = (each.distribute("ddp", devices=2, device="cpu") for each in (base, bare))
+    first, second = strategies.launch(after_another_look, two, other, devices=2, device="cpu")
     assert first == second
-    assert first.startswith("The ranks have other data")
+    for said in first:
+        assert said.startswith("The ranks have other data")
+        assert "Copy each manifest with its file" in said
 
 
 @pytest.mark.process

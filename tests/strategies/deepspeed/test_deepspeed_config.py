@@ -97,6 +97,7 @@ def test_a_configuration_must_not_contradict(config: dict[str, Any], words: str)
         ({"offload": "cpu", "config": {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}}, "contradicts"),
         ({"config": "missing.json"}, "config='missing.json' cannot be read as a JSON file"),
         ({"config": 3}, "cannot be read"),
+        ({"config": {"zero_optimization": {"offload_optimizer": "cpu"}}}, "='cpu' must be an object"),
     ],
 )  # fmt: skip
 def test_options_that_mean_nothing(options: dict[str, Any], words: str) -> None:

@@ -1,5 +1,6 @@
 """`drivetrain watch`: a run that another process trains, and one that has ended."""
 
+import json
 import re
 import subprocess
 import sys
@@ -90,6 +91,17 @@ def test_a_stopped_run_that_continues_has_not_ended(toy: Toy, tmp_path: Path) ->
     assert looks.seen == [(False, stopped.metrics)]
     assert "continued" not in result.history.facts
     assert done("watch", str(tmp_path)).endswith(", finished\n")
+
+
+def test_a_stopped_run_that_continues_is_loaded_after_an_evaluation_within_the_epoch(toy: Toy, tmp_path: Path) -> None:
+    """Its history is written there, and the weights are still those of the stop."""
+    looks = Looks(tmp_path)
+    options: dict[str, Any] = {"epochs": 1, "out": tmp_path, "progress": False, "eval_every_steps": 2}
+    toy.named().fit(callbacks=[StopsAt(1)], **options)
+    result = toy.named().fit(callbacks=[looks], resume="auto", continue_stopped=True, **options)
+    assert [ended for ended, _ in looks.seen] == [False] * (STEPS - 1)
+    assert not {"stopped", "continued"} & result.history.facts.keys()
+    assert "stopped" not in json.loads((tmp_path / "history.json").read_text())
 
 
 class Fails(Callback):

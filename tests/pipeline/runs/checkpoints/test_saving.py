@@ -14,11 +14,14 @@ from cluster_jobs import Signals
 from drivetrain import CheckpointError, Pipeline
 from drivetrain.common.storage.addresses import RemoteFolder
 from drivetrain.pipeline import Checkpoints, CheckpointWarning, TrainingInterrupted, TrainingPreempted
+from drivetrain.pipeline.runs.checkpoints import directory
 from drivetrain.pipeline.runs.checkpoints import state as states
 from drivetrain.pipeline.runs.checkpoints import writer as saving
 from drivetrain.pipeline.runs.checkpoints.directory import CheckpointDir
+from drivetrain.pipeline.runs.checkpoints.format import Part, RankContent
 from drivetrain.strategies import launch
 from pipeline_data import BATCH, TRAIN, FailsAt, Sleepy, Toy, batch_norm_model, numbers, plain_model
+from torch import nn
 
 STEPS = TRAIN // BATCH
 
@@ -29,6 +32,23 @@ def fit(pipeline: Pipeline, epochs: int = 4, **arguments: Any) -> Any:
 
 def steps_in(out: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in (out / "checkpoints").glob("step-*"))
+
+
+def _all_finite(values: torch.Tensor) -> bool:
+    model = nn.Module()
+    model.register_parameter("weight", nn.Parameter(values, requires_grad=False))
+    part = Part({"model": {name: each.detach() for name, each in model.named_parameters()}}, RankContent({}, {}, {}), 1)
+    return states.all_finite(part, model)
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "complex64", "float8_e4m3fn", "float8_e5m2", "uint16"])
+def test_weights_of_any_type_are_finite_or_not(name: str) -> None:
+    """A part of the model that is not trained may have numbers of one byte, or whole ones."""
+    dtype = getattr(torch, name)
+    assert _all_finite(torch.arange(3.0).to(dtype))
+    assert _all_finite(torch.zeros(0).to(dtype))
+    if dtype.is_floating_point or dtype.is_complex:
+        assert not _all_finite(torch.tensor([0, torch.nan, 1]).to(dtype))
 
 
 def test_the_last_and_the_best_stay(toy: Toy, tmp_path: Path) -> None:
@@ -267,23 +287,36 @@ def test_one_ranks_failure_is_every_ranks(name: str, words: str, toy: Toy, tmp_p
     assert not list((tmp_path / "checkpoints").glob("step-*"))
 
 
-def from_an_address(pipeline: Pipeline, folder: Path) -> str:
-    """Rank 1 is like a machine with a cache folder that cannot be written."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DRIVETRAIN_DATA", str(folder / f"cache-{torch.distributed.get_rank()}"))
-        with pytest.raises(CheckpointError) as caught:
-            fit(pipeline, 2, resume=f"file://{folder}/run")
-    return str(caught.value)
+def from_an_address(pipeline: Pipeline, folder: Path) -> list[str]:
+    """Rank 1, then rank 0, is like a machine with a cache folder that cannot be written."""
+    errors = []
+    for broken in (1, 0):
+        cache = "file" if torch.distributed.get_rank() == broken else f"cache-of-the-other-than-{broken}"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("DRIVETRAIN_DATA", str(folder / cache))
+            with pytest.raises(CheckpointError) as caught:
+                fit(pipeline, 2, resume=f"file://{folder}/run")
+        errors.append(str(caught.value))
+    return errors
+
+
+def test_a_folder_that_cannot_be_claimed(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(directory, "write_file", full)
+    with pytest.raises(CheckpointError, match="checkpoints cannot be the folder of the checkpoints: No space left"):
+        fit(toy.pipeline(plain_model), 1, out=tmp_path)
 
 
 @pytest.mark.process
 def test_a_checkpoint_that_one_rank_cannot_fetch_is_every_ranks_error(toy: Toy, tmp_path: Path) -> None:
     fit(toy.pipeline(plain_model), 1, out=tmp_path / "run")
-    (tmp_path / "cache-1").write_text("")
+    (tmp_path / "file").write_text("")
     pipeline = toy.pipeline(plain_model).distribute("ddp", devices=2)
     first, second = launch(from_an_address, pipeline, tmp_path, devices=2, timeout=60)
     assert first == second
-    assert "Not a directory" in first
+    assert all("Not a directory" in error for error in first)
 
 
 @pytest.mark.long
