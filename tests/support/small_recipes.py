@@ -29,8 +29,8 @@ def stand_ins(folder: Path, train: int, val: int) -> dict[str, str]:
     files = {name: str(folder / f"{name}.beton") for name in ("train", "val")}
     for seed, (file, size) in enumerate(zip(files.values(), (train, val), strict=True)):
         images, labels = toy_arrays(size, seed, SIDE)
-        convert((images, labels), file, classes="abcd", progress=False)
-        convert([*zip(images, images[..., 0] // 64, strict=True)], _masks(file), classes="abcd", progress=False)
+        convert((images, labels), file, classes=list("abcd"), progress=False)
+        convert([*zip(images, images[..., 0] // 64, strict=True)], _masks(file), classes=list("abcd"), progress=False)
     return files
 
 

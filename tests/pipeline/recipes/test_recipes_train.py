@@ -127,7 +127,7 @@ def test_the_billions_are_billions(name: str) -> None:
 def test_the_road_to_94_learns(tmp_path: Path) -> None:
     """airbench's network, optimizer and schedule, on the toy data: from chance to nearly all."""
     for seed, (name, size) in enumerate({"train": 128, "val": 64}.items()):
-        convert(toy_arrays(size, seed, 32), tmp_path / f"{name}.beton", classes="abcd", progress=False)
+        convert(toy_arrays(size, seed, 32), tmp_path / f"{name}.beton", classes=list("abcd"), progress=False)
     pipeline = Pipeline.from_recipe(
         "cifar10-fast", train=tmp_path / "train.beton", val=tmp_path / "val.beton", batch_size=32, workers=1,
         **{"loading.flip": False, "optimizer.lr": 1.5 / 32, "model_options": {"num_classes": 4, "widths": [8, 16, 16]}},

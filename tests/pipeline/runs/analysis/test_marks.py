@@ -193,7 +193,7 @@ def test_a_field_of_masks_is_shown(tmp_path: Path) -> None:
     shown.putpalette([0, 0, 0, 250, 120, 0])
     data = [(jobs.plane(), 2, shown, [[50, 20, 100, 60]]) for _ in range(8)]
     kinds = {"area": "mask", "boxes": "boxes"}
-    convert(data, tmp_path / "a.beton", fields=kinds, classes="abc", write_mode="raw", progress=False)
+    convert(data, tmp_path / "a.beton", fields=kinds, classes=list("abc"), write_mode="raw", progress=False)
     load: dict[str, Any] = {"batch_size": 8, "fields": tuple(kinds), "crop": "whole", "flip": False}
     files = str(tmp_path / "a.beton"), str(tmp_path / "a.beton")
     batch = jobs.pipeline_of(files, load).task(Idle()).show_batch(samples=2)
