@@ -35,7 +35,7 @@ def toy_arrays(samples: int, seed: int, side: int = SIDE) -> tuple[np.ndarray, n
 
 
 def write_toy(path: Path, samples: int, seed: int, classes: Any = ("a", "b", "c", "d"), side: int = SIDE) -> Path:
-    convert(toy_arrays(samples, seed, side), path, classes=list(classes), progress=False)
+    convert(toy_arrays(samples, seed, side), path, classes=classes and list(classes), progress=False)
     return path
 
 
