@@ -67,14 +67,13 @@ class Profile(Callback):
 
     def on_fit_end(self, view: RunView) -> None:
         self._range.close()
-        none = view.step <= self._first and not view.failed  # of the steps to profile
-        if none and self._profiler is not None:
-            self._profiler.stop()
-            self._profiler = None
-        if self._profiler is not None:
-            self._end(view)
-        elif none:
+        if view.step <= self._first and not view.failed:  # none of the steps to profile
+            if self._profiler is not None:
+                self._profiler.stop()
+                self._profiler = None
             view.echo(f"Profile: the run ended before step {self._first + 1}; there is no {self.out}.")
+        elif self._profiler is not None:
+            self._end(view)
 
     def _begin(self, view: RunView) -> None:
         if view.rank and not self.all_ranks:
