@@ -15,7 +15,7 @@ from .options import Command, File, Text, completed_recipe, option, pipeline_of,
 if TYPE_CHECKING:
     from ...describe.pipeline_spec import PipelineSpec
 
-PLAIN = "plain"
+PLAIN, NONE = "plain", "none"
 
 
 @click.command(cls=Command)
@@ -25,8 +25,9 @@ PLAIN = "plain"
 @option(
     "--against VARIANT",
     "What to race against: plain is plain PyTorch; 'KEY=VALUE …' the recipe with these values, too; "
-    "'RECIPE KEY=VALUE …' another recipe, by name or file. May be repeated. Default: plain.",
-    Text(PLAIN, files=True),
+    "'RECIPE KEY=VALUE …' another recipe, by name or file; none races the recipe's own seeds. May be repeated. "
+    "Default: plain.",
+    Text(PLAIN, NONE, files=True),
     multiple=True,
 )
 @option(
@@ -52,6 +53,10 @@ def race(
     drivetrain race cifar10-quickstart --target 0.8 --against plain --against "batch_size=512 compile=true"
     """
     variants = {text: text.split() for text in against or (PLAIN,)}
+    if [NONE] in variants.values():
+        if len(variants) > 1:
+            raise PlanError(f"--against {NONE} excludes {' and '.join({*variants} - {NONE})}. Remove one of them.")
+        variants = {}
     others = {text: _recipe_of(words, recipe, overrides) for text, words in variants.items() if words != [PLAIN]}
     for one in ((recipe, overrides), *others.values()):
         completed_recipe(*one, train, val)  # all of them before torch is imported
