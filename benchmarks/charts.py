@@ -16,7 +16,7 @@ import io
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -126,17 +126,16 @@ class Curve(NamedTuple):
     runs: list[RaceRun]
 
 
-def race(data: str, *names: str, notes: Sequence[str] = ()) -> str:
-    """Accuracy over seconds of training, of races with plain PyTorch: each evaluation a point, and a line through the
-    means of the epochs; `notes` are lines below it. The dashed line is the target of the first race."""
-    races = [RaceResult.load(RESULTS / f"race-{name}.json") for name in names]
-    target, about = races[0].target, races[-1].provenance
-    curves = []
-    for number, each in enumerate(races):
-        runs = each.of(each.rows[0].variant)
-        name = "Drivetrain" if len(races) == 1 else f"Drivetrain, {len(runs[0].points)} epochs"
-        curves.append(Curve(name, "ours dashed" if number else "ours", runs))
-    curves.append(Curve("plain PyTorch", "plain", [run for each in races for run in each.of(each.rows[1].variant)]))
+def race(data: str, name: str) -> str:
+    """Accuracy over seconds of training, of a race with plain PyTorch: each evaluation a point, and a line through the
+    means of the epochs. The dashed line is the target."""
+    found = RaceResult.load(RESULTS / f"race-{name}.json")
+    target, about = found.target, found.provenance
+    styles = {"Drivetrain": "ours", "plain PyTorch": "plain"}
+    curves = [
+        Curve(label, style, found.of(row.variant))
+        for (label, style), row in zip(styles.items(), found.rows, strict=True)
+    ]
     points = [point for curve in curves for run in curve.runs for point in run.points]
     wide, high, left, top = 560, 300, 78, 56
     longest = max(point.seconds for point in points)
@@ -165,13 +164,12 @@ def race(data: str, *names: str, notes: Sequence[str] = ()) -> str:
     drawn.append(f'<line class="spread dashed" x1="{left}" x2="{left + wide}" y1="{at:.1f}" y2="{at:.1f}"/>')
     told = []
     for number, curve in enumerate(curves):
-        color = curve.style.split()[0]
         epochs = list(zip(*(run.points for run in curve.runs), strict=False))
         line = [(mean(one.seconds for one in each), mean(one.accuracy for one in each)) for each in epochs]
         path = " ".join(f"{across(x):.1f},{down(y):.1f}" for x, y in line)
         drawn.append(f'<polyline class="{curve.style} curve" points="{path}"/>')
         drawn += [
-            f'<circle class="{color}" cx="{across(x):.1f}" cy="{down(y):.1f}" r="4"/>'
+            f'<circle class="{curve.style}" cx="{across(x):.1f}" cy="{down(y):.1f}" r="4"/>'
             for each in epochs for x, y in ((one.seconds, one.accuracy) for one in each)
         ]  # fmt: skip
         x, y = left + wide - 240, top + high - 14 - 28 * (len(curves) - 1 - number)
@@ -181,11 +179,8 @@ def race(data: str, *names: str, notes: Sequence[str] = ()) -> str:
         ]
         told.append(f"{curve.name} {100 * line[-1][1]:.1f} % after {line[-1][0] / 60:.1f} min")
     below = [
-        f"{' and '.join(str(each.rows[0].runs) for each in races)} seeds in turns, every evaluation a point; "
-        f"{about['hardware']['processor']},",
-        f"torch {about['versions']['torch']}, {about['date'][:10]}: "
-        + ", ".join(f"results/race-{name}.json" for name in names),
-        *notes,
+        f"{found.rows[0].runs} seeds in turns, every evaluation a point; {about['hardware']['processor']},",
+        f"torch {about['versions']['torch']}, {about['date'][:10]}: results/race-{name}.json",
     ]
     drawn += [
         f'<text class="small" x="{MARGIN}" y="{top + high + 54 + 24 * number}">{html.escape(line)}</text>'
@@ -200,13 +195,7 @@ def race(data: str, *names: str, notes: Sequence[str] = ()) -> str:
 CHARTS: dict[str, Callable[[], str]] = {
     "loaders.svg": loaders,
     "quickstart-ledger.svg": ledger,
-    "imagenette.svg": partial(
-        race,
-        "Imagenette",
-        "imagenette-5",
-        "imagenette-fast",
-        notes=["While the last point of 5 epochs was trained, other work ran on the machine."],
-    ),
+    "imagenette.svg": partial(race, "Imagenette", "imagenette-5"),
     "time-to-accuracy.svg": partial(race, "CIFAR-10", "cifar10-quickstart"),
 }
 STRIP = "augmentations.webp"
