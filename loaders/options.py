@@ -25,6 +25,7 @@ from ..common.options.config import (
     Kind,
     PathText,
     Positive,
+    Seed,
     Within,
     options_of,
 )
@@ -44,7 +45,6 @@ EVAL_RATIO = 224 / 256
 PER_VIEW = object()  # a mark: groups of views may differ in the option
 RGB_ONLY = object()  # a mark: in training, for RGB with 8 bits, and not in FFCV's own loader; off by default
 SIZE = Kind(lambda value: is_size(usual_size(value)), "a positive integer, or two: height and width")
-SEED = Kind(lambda value: is_whole(value, 0, 2**63 - 1), "an integer, 0 or more")
 POLICY = Kind(lambda value: isinstance(value, Mapping), "a dict with a name")
 CHANNEL_VALUES = Kind(
     lambda value: any(are_numbers(value, channels) for channels in (1, 3, 4)),
@@ -181,7 +181,7 @@ class LoaderOptions(ReadOptions, ImageOptions):
 
     train: bool = True
     """True for random crops, flips and the other augmentations; False for `eval_crop`, in order."""
-    seed: Annotated[int, SEED] = 0
+    seed: Seed = 0
     """Seed of order and augmentation."""
     order: Annotated[Literal["random", "quasi_random", "sequential"], BY_CALLER] = "random"
     """Sample order: `"random"`, `"sequential"`, or `"quasi_random"`, which mixes about 16 batches at a time, so that a

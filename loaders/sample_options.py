@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal, TypedDict
 
 from ..common.checks import is_number
-from ..common.options.config import IN_WORDS, NONE, Config, Kind, Natural, PathText, Positive, Whole, Within
+from ..common.options.config import IN_WORDS, NONE, Config, Kind, Natural, PathText, Positive, Seed, Whole, Within
 
 FILE = Kind(lambda value: isinstance(value, str | Path) and str(value) != "", "the path of a file")
 INDICES = Kind(
@@ -36,7 +36,7 @@ class SampleOptions(Config):
     `val`; None: none. Each class is divided evenly; the only sample of a class is always trained on."""
     fold: Annotated[Natural, IN_WORDS] = 0
     """The part that is held out with `folds`, from 0."""
-    split_seed: Annotated[Natural, IN_WORDS] = 0
+    split_seed: Annotated[Seed, IN_WORDS] = 0
     """Seed of `val_split`, `folds`, `per_class` and `limit`. It is not that of the training, so that several seeds
     train and evaluate on the same samples."""
     indices: Annotated[PathText | Path | Sequence[int] | None, FILE, INDICES, NONE, IN_WORDS] = None

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...common.errors import require
-from ...common.pictures import BAND, BLUE, GREEN, INK, ORANGE, PALE, PURPLE, RED, SKY
+from ...common.pictures import BAND, BLUE, GREEN, INK, ORANGE, PALE, PURPLE, RED, SKY, literal
 from .data import LedgerData, Row
 from .findings import bound, caveats, compound
 from .statistics import Figure, Ratio, speed_text
@@ -34,7 +34,7 @@ def picture(ledger: LedgerData) -> Any:
         _gains(next(panels), ledger)
     if ledger.time_breakdown:
         _split(next(panels), ledger)
-    figure.text(0.01, -0.01, caption(ledger), ha="left", va="top", fontsize=8, color=INK)
+    figure.text(0.01, -0.01, literal(caption(ledger)), ha="left", va="top", fontsize=8, color=INK)
     return figure
 
 
@@ -55,7 +55,7 @@ def _throughput(axes: Any, ledger: LedgerData) -> None:
     for place, row in enumerate(rows):
         if row.images_per_s is None:
             note = textwrap.shorten(row.note or "left out", 70, placeholder=" …")
-            axes.text(0, place, f"  {note}", va="center", color=INK, fontsize=9, style="italic")
+            axes.text(0, place, f"  {literal(note)}", va="center", color=INK, fontsize=9, style="italic")
     for number, (one, top) in enumerate(sorted(tops.items(), key=lambda item: item[1])):
         _ceiling(axes, one, top, reach, height=-0.62 - 0.34 * number)
     axes.set_ylim(len(rows) - 0.5, -0.62 - 0.34 * len(tops))
@@ -128,7 +128,7 @@ def _split(axes: Any, ledger: LedgerData) -> None:
 
 def _title(axes: Any, text: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(text, loc="left", color=INK, fontsize=11)
+    axes.set_title(literal(text), loc="left", color=INK, fontsize=11)
 
 
 def machine_text(known: Mapping[str, Any]) -> str:

@@ -114,8 +114,10 @@ def pretrained(name: str, num_classes: int, weights: str | Path | None = "DEFAUL
                 f"{name} has no weights {weights!r}, nor is that a file.{suggest(str(weights), published)}"
             )
         file = Path(weights)
-    if file is not None or weights is None or omitted():
+    if file is not None or weights is None:
         model: nn.Module = models.get_model(name, weights=None)
+    elif omitted():
+        model = models.get_model(name, weights=None, **_built_for(name, published[str(weights)]))
     else:
         model = _published(name, published[str(weights)])
     head = _replace_head(model, num_classes, name)
@@ -135,6 +137,16 @@ def projected(name: str, dim: int = 128, **options: Any) -> nn.Module:
     path, width = linear[-1][0], linear[-1][1].in_features
     model.set_submodule(path, nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True), nn.Linear(width, dim)))
     return model
+
+
+def _built_for(name: str, weights: Any) -> dict[str, Any]:
+    """Return the arguments with which torchvision builds a model for published weights, and not without them."""
+    if name.startswith("vit_"):
+        return {"image_size": weights.meta["min_size"][0]}
+    if name not in ("googlenet", "inception_v3"):
+        return {}
+    heads = {"aux_logits": False} if name == "googlenet" else {}  # its auxiliary ones are removed
+    return {"transform_input": True, "init_weights": False, **heads}
 
 
 def _published(name: str, weights: Any) -> nn.Module:

@@ -42,6 +42,11 @@ class _Loader(yaml.SafeLoader):
     }
 
 
+class _Dumper(yaml.SafeDumper):
+    """Also quotes the texts that are something else by the core schema: PyYAML's would write a class named 08, or 1e3,
+    as it is, which is a number there."""
+
+
 def _problem(text: str, node: yaml.Node) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=text, problem_mark=node.start_mark)
 
@@ -83,12 +88,19 @@ def _add_scalar(tag: str, pattern: str, first: str, make: Callable[[str], Any]) 
     name = f"tag:yaml.org,2002:{tag}"
     starts = [*first, ""] if tag == "null" else [*first]  # null may be empty
     _Loader.add_implicit_resolver(name, matches, starts)
+    _Dumper.add_implicit_resolver(name, matches, starts)
     _Loader.add_constructor(name, construct)
 
 
 for _scalar in _SCALARS:
     _add_scalar(*_scalar)
 _Loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
+
+
+def dump(values: Any, **options: Any) -> str:
+    """Return values as YAML, from which `parse`, and readers of YAML 1.1, take the same; `options` are PyYAML's."""
+    text: str = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, **options)
+    return text
 
 
 def parse(text: str, name: str) -> tuple[Any, dict[str, int]]:

@@ -10,8 +10,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ...common.errors import CheckpointError, DrivetrainError, RecipeError
 from ...common.names import name_of
 from ...common.signals import interrupts_held
@@ -19,6 +17,7 @@ from ...common.storage.files import acquire, release, write_file
 from ...strategies.launching.group import is_main_process
 from ..describe.plan import Plan
 from ..describe.resolve import ResolvedPlan
+from ..recipes.core_yaml import dump
 from ..recipes.files import RECIPE, read_recipe
 from ..recipes.flat import flattened
 from ..recipes.script import FILES, modules_named, provide, recipe_and_files
@@ -116,7 +115,7 @@ def descriptions(plan: ResolvedPlan) -> tuple[dict[str, str], str]:
 
 
 def recipe_text(recipe: Mapping[str, Any]) -> str:
-    return yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
+    return dump(recipe)
 
 
 def provide_code(place: str | Path, folder: Path, *, trust: bool) -> dict[str, Any]:
@@ -151,7 +150,7 @@ def with_trained(texts: dict[str, str], facts: Mapping[str, Any]) -> dict[str, s
         return texts
     trained = {"task": facts.get("task"), **facts["inputs"]}
     # Lists in one line: of 1,000 classes, one per line would hide the recipe.
-    text = yaml.safe_dump({"trained": trained}, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
+    text = dump({"trained": trained}, default_flow_style=None, width=110)
     return {**texts, RECIPE: texts[RECIPE] + text}
 
 

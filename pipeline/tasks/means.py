@@ -49,10 +49,15 @@ class Mean:
         """0 with zero gradients if `count`, the denominator, is 0."""
         if self.total is not None:
             return self.total(outputs, targets)
-        if not isinstance(count, torch.Tensor):
-            return self.loss(outputs, targets) * count
-        map_tensors(partial(_zero_gradient_without, count), outputs)
-        return torch.where(count > 0, self.loss(outputs, targets) * count, 0.0)
+        if isinstance(count, torch.Tensor):
+            map_tensors(partial(_zero_gradient_without, count), outputs)
+            return torch.where(count > 0, self.loss(outputs, targets) * count, 0.0)
+        total = self.loss(outputs, targets) * count
+        if count:
+            return total
+        nothing = total.new_zeros((), dtype=torch.bool)  # on the device of the outputs
+        map_tensors(partial(_zero_gradient_without, nothing), outputs)
+        return torch.where(nothing, total, 0.0)
 
 
 NOT_PER_SAMPLE = (

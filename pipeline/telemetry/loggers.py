@@ -152,13 +152,13 @@ class Loggers:
         values = {"slowest": slowest, "slowest_own_s": times[slowest].own, "median_own_s": middle}
         self.log({f"ranks/{name}": value for name, value in values.items()}, step)
 
-    def close(self) -> None:
-        """Close the loggers created here; the user's own objects stay open."""
+    def close(self, *, failed: bool) -> None:
+        """Close the loggers created here; the user's own objects stay open. Services show a `failed` run as such."""
         enabled = [one for one, _ in self._all]
         for one in self._created:
             if isinstance(one, TensorBoardLogger | WandbLogger | MLflowLogger | OpenTelemetryLogger):
                 try:
-                    one.close()
+                    one.close(**({"failed": failed} if isinstance(one, WandbLogger | MLflowLogger) else {}))
                 except Exception as error:  # as in `log`
                     if one not in enabled:  # its failure is known
                         continue
@@ -293,8 +293,8 @@ class WandbLogger:
     def log(self, values: Values, step: int) -> None:
         self._run.log(values, step=step)
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, *, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
 
 
 class MLflowLogger:
@@ -312,8 +312,8 @@ class MLflowLogger:
     def log(self, values: Values, step: int) -> None:
         self._module.log_metrics(values, step=step)
 
-    def close(self) -> None:
-        self._module.end_run()
+    def close(self, *, failed: bool) -> None:
+        self._module.end_run("FAILED" if failed else "FINISHED")
 
 
 def _service(name: str) -> ModuleType:
@@ -404,7 +404,7 @@ class Metrics(Observer):
     def on_end(self, *, failed: bool) -> None:
         if not failed:
             self._arrive(wait=True)
-        self._loggers.close()
+        self._loggers.close(failed=failed)
 
 
 def _on(device: torch.device, value: float | torch.Tensor) -> torch.Tensor:

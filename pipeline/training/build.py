@@ -133,6 +133,7 @@ class Built:
     identity: dict[str, str] = field(default_factory=dict)
     without_values: dict[str, str] = field(default_factory=dict)
     metrics: tuple[str, ...] = ()
+    _begun: Schedule | None = field(default=None, init=False, repr=False)
 
     def begin(self, epochs: int) -> Schedule:
         """Start a training of so many epochs in a loop of your own, from the current weights. Return the schedule,
@@ -140,7 +141,10 @@ class Built:
         steps = epochs * self.train.full_length
         self.hooks.begin(self.engine, steps, self.train)
         scale = self.plan.optimization.scheduled_scale(self.plan.data.batch_size)
-        return Schedule(self.plan.optimization, self.engine.optimizer, steps, scale)
+        if self._begun is not None:  # its last learning rates, which may be near 0, would be the peaks
+            self._begun.restore_peaks()
+        self._begun = Schedule(self.plan.optimization, self.engine.optimizer, steps, scale)
+        return self._begun
 
     def begin_epoch(self) -> None:
         """Set training mode, in which frozen BatchNorm layers stay in evaluation, and what transforms change between

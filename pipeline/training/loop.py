@@ -64,7 +64,9 @@ class StepLoss:
         self._scale: Count | None = None
         shares = len(self._counts) * ranks.world_size
         numbers = [count for count in self._counts if not isinstance(count, torch.Tensor)]
-        if len(numbers) == len(self._counts) and (equal or ranks.world_size == 1):
+        # Of further fields, as boxes, each rank may have another number.
+        varies = mean.denominator is not samples and any(isinstance(targets, tuple) for _, targets in microbatches)
+        if len(numbers) == len(self._counts) and ((equal and not varies) or ranks.world_size == 1):
             self.weight: Count = sum(numbers) * ranks.world_size
             if len(set(numbers)) > 1 or not numbers[0]:
                 self._scale = shares / (self.weight or 1)

@@ -26,6 +26,7 @@ class Schedule:
         for group in optimizer.param_groups:
             if "peak_lr" in group:  # SGDW's
                 group["peak_lr"] = group["lr"] * scale
+        self._last: list[Any] = []  # the learning rates of the last step
         own = optimization.uses_torch_scheduler
         self._scheduler = _TorchScheduler(optimization, optimizer) if own else None
 
@@ -34,9 +35,16 @@ class Schedule:
         Return the learning rate of the first parameter group."""
         factor = self._optimization.lr_factor(step, self._steps) * self._scale
         rates = self._peaks if self._scheduler is None else self._scheduler.rates(int(step))
-        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * factor
-        return float(rates[0] * factor)
+        self._last = [rate * factor for rate in rates]
+        for group, rate in zip(self._optimizer.param_groups, self._last, strict=True):
+            group["lr"] = rate
+        return float(self._last[0])
+
+    def restore_peaks(self) -> None:
+        """Set the learning rates from before the first step, except where the caller has set others since the last."""
+        for group, peak, last in zip(self._optimizer.param_groups, self._peaks, self._last, strict=False):
+            if group["lr"] is last:
+                group["lr"] = peak
 
 
 def torch_scheduler(

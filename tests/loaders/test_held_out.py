@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drivetrain.common.errors import DataError
+from drivetrain.common.errors import DataError, PlanError
 from drivetrain.loaders import FFCVLoader, selection
 from drivetrain.loaders.beton import data_set
 from drivetrain.loaders.beton.data_set import open_files
@@ -133,6 +133,12 @@ def test_so_many_of_each_class() -> None:
 def test_a_split_that_holds_out_nothing_is_refused(counts: list[int]) -> None:
     with pytest.raises(DataError, match=r"val_split=0.01 holds out none of"):
         selection.held_out(*data(counts), 0.01, 0)
+
+
+def test_a_seed_that_64_bits_do_not_hold_is_refused() -> None:
+    for seed in (-1, 2**63, 1.5):
+        with pytest.raises(PlanError, match=rf"split_seed={seed} must be an integer from 0 to 2\*\*63 - 1"):
+            SampleOptions.of({"val_split": 0.5, "split_seed": seed})
 
 
 def test_labels_that_are_no_classes_are_not_stratified() -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from drivetrain import transforms as t
 from drivetrain.common.errors import PlanError
+from drivetrain.strategies.common.meta import fake_tensors
 from drivetrain.transforms import BlurPool, StochasticDepth, WeightStandardization
 from surgery_cases import (
     CASES,
@@ -24,6 +25,7 @@ from surgery_cases import (
     same_numbers,
 )
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -283,6 +285,20 @@ def test_meta_weights_then_to_empty(transform: t.Transform, factory: Factory, co
     assert len(transform.apply(model).changed) == count
     model.to_empty(device="cpu").load_state_dict(reference.state_dict())
     same_numbers(model, reference)
+
+
+@pytest.mark.parametrize("name", ["GyroDropout-vit", "StochasticDepth-resnet"])
+def test_methods_that_draw_let_shapes_pass(name: str) -> None:
+    """As those of a model on the meta device before training; nothing without values stays in the layers."""
+    transform, factory, _ = CASES[name]
+    with torch.device("meta"):
+        model = factory()
+        transform.apply(model)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    own, images = fake_tensors(model, mode), models.images()
+    with torch.no_grad(), mode:
+        shapes = torch.func.functional_call(model.train(), own, images).shape
+    assert model.to_empty(device="cpu")(images).shape == shapes
 
 
 @cases

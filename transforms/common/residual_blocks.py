@@ -104,6 +104,8 @@ def _may_skip(parts: list[nn.Module], x: Tensor) -> bool:
         return False
     if torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         return False
+    if hasattr(x, "fake_mode"):  # only shapes pass, as through a model on the meta device: no draw can be read
+        return False
     if any(p._post_accumulate_grad_hooks for part in parts for p in part.parameters(recurse=False)):
         return False
     # The attribute is that of layers that `distribute(sync_batchnorm=True)` has changed.

@@ -510,4 +510,7 @@ def _show(measured: Ledger | None, folder: Path | None) -> None:
             measured.save(folder / "ledger.json")
         print(measured)
         if folder is not None:
-            measured.save(folder / "ledger.png")
+            try:
+                measured.save(folder / "ledger.png")
+            except MissingExtra as error:  # what was measured, or trained before, is worth more than its picture
+                print(f"There is no ledger.png: {error}")

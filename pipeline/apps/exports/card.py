@@ -14,6 +14,7 @@ from ....loaders.image_size import height_width
 from ....loaders.options import fill_color
 from ....transforms import TRANSFORMS
 from ...describe.inputs import Inputs
+from ...recipes.core_yaml import dump
 from ...runs.checkpoints.format import Checkpoint
 from ...tasks.metrics import format_metric
 from ...telemetry.history import Epoch, History
@@ -90,7 +91,7 @@ def write_card(
         *_results(checkpoint, recipe), _ledger(folder), _environment(checkpoint),
     ]  # fmt: skip
     if recipe:
-        text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
+        text = dump(recipe, default_flow_style=None, width=110)
         parts.append(f"## Recipe\n\n```yaml\n{text}```")
     write_file(path, "\n\n".join(filter(None, parts)) + "\n")
 

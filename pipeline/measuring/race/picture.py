@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from ....common.errors import require
-from ....common.pictures import GRID, INK, PALETTE
+from ....common.pictures import GRID, INK, PALETTE, literal
 from ...ledger.picture import machine_text
 
 ABOUT = "Points: the evaluations of all runs. Lines: medians over seeds. Strokes at the target: median seconds to it."
@@ -23,6 +23,7 @@ def figure_of(race: Any) -> Any:
     longest = max(point.seconds for run in race.runs for point in run.points)
     units = {"hours": 3600, "minutes": 60, "seconds": 1}
     unit = next((name for name, size in units.items() if longest >= 2 * size), "seconds")
+    lines, labels = list[Any](), list[str]()  # a label of a line could not begin with "_"
     for number, row in enumerate(race.rows):
         runs, scale = race.of(row.variant), units[unit]
         color, marker = PALETTE[number % len(PALETTE)], MARKERS[number // len(PALETTE) % len(MARKERS)]
@@ -32,10 +33,8 @@ def figure_of(race: Any) -> Any:
             color=color, alpha=0.45, markersize=4, markeredgewidth=0,
         )  # fmt: skip
         line = medians(runs)
-        label = f"{row.variant}: {row.reached} of {row.runs} reached it"
-        axes.plot(
-            [at / scale for at, _ in line], [accuracy for _, accuracy in line], color=color, linewidth=1.6, label=label
-        )
+        lines += axes.plot([at / scale for at, _ in line], [each for _, each in line], color=color, linewidth=1.6)
+        labels.append(literal(f"{row.variant}: {row.reached} of {row.runs} reached it"))
         if row.seconds is not None:
             axes.plot([row.seconds.value / scale], [race.target], "|", color=color, markersize=16, markeredgewidth=2)
     axes.axhline(race.target, color=INK, linestyle="--", linewidth=0.8)
@@ -46,10 +45,10 @@ def figure_of(race: Any) -> Any:
     axes.grid(axis="y", color=GRID, linewidth=0.8)
     title = f"{race.monitor} in validation; the target is {race.target:.2%}"
     axes.set_title(title, loc="left", color=INK, fontsize=11)
-    axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    axes.legend(lines, labels, fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     where = machine_text(race.facts) if race.facts.get("hardware") else ""
-    lines = [line for one in (ABOUT, race.rule, where) for line in textwrap.wrap(one, 124)]
-    figure.text(0.01, -0.01, "\n".join(lines), ha="left", va="top", fontsize=8, color=INK)
+    below = [line for one in (ABOUT, race.rule, where) for line in textwrap.wrap(one, 124)]
+    figure.text(0.01, -0.01, "\n".join(below), ha="left", va="top", fontsize=8, color=INK)
     return figure
 
 

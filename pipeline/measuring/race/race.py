@@ -110,7 +110,7 @@ def _variants(spec: PipelineSpec, against: Against | None) -> dict[str, Pipeline
     found = {spec.recipe or "the pipeline": spec}
     if against is None:
         return found | {str(PLAIN): plain(resolve(spec))}
-    entries: list[tuple[str | None, Any]]
+    entries: list[tuple[Any, Any]]
     if isinstance(against, Mapping):
         entries = [*against.items()]
     else:
@@ -118,6 +118,8 @@ def _variants(spec: PipelineSpec, against: Against | None) -> dict[str, Pipeline
     for number, (name, one) in enumerate(entries, 2):
         if not isinstance(one, PipelineSpec):
             raise PlanError(f"against: {one!r:.80} is not a pipeline. Pass pipelines, as a dict by name or as a list.")
+        if not (name is None or isinstance(name, str)):  # a file of it could not be read again
+            raise PlanError(f"against: {name!r:.80} is not a text. Give each pipeline a text as its name.")
         if name in found:
             raise PlanError(f"against: {name!r} is the name of the pipeline itself. Give it another name.")
         own = one.recipe if one.recipe not in found else None

@@ -176,11 +176,10 @@ class RaceResult(Printed):
             if run.failed:
                 sentences.append(f"{run.variant}, seed {run.seed}, failed: {run.failed.rstrip('.')}.")
             elif run.limit is not None:
-                trained = seconds_text(run.points[-1].seconds)
+                # Without a point, its metric was not defined in any evaluation.
+                after = f" after {seconds_text(run.points[-1].seconds)} s" if run.points else ""
                 limit = seconds_text(run.limit)
-                sentences.append(
-                    f"{run.variant}, seed {run.seed}, was stopped after {trained} s: its limit was {limit} s."
-                )
+                sentences.append(f"{run.variant}, seed {run.seed}, was stopped{after}: its limit was {limit} s.")
             elif run.stopped:
                 sentences.append(f"{run.variant}, seed {run.seed}, ended early: {run.stopped}.")
             if run.resumed:

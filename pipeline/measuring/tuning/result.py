@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from msgspec import Struct
 
 from ....common import machine
@@ -23,6 +22,7 @@ from ....common.table import Table
 from ...describe.pipeline_spec import PipelineSpec
 from ...ledger.statistics import speed_text
 from ...recipes.convert import to_recipe
+from ...recipes.core_yaml import dump
 from ...runs.facts import check_facts
 
 Outcome = Literal["accepted", "dropped", "trade", "undecided", "failed", "not tried"]
@@ -156,7 +156,7 @@ class Tuned:
         elif path.suffix == ".yaml":
             lines = self._exports().splitlines() if self.variables else []
             comment = "".join(f"# {line}\n" for line in lines)
-            write_file(path, comment + yaml.safe_dump(to_recipe(self.pipeline), sort_keys=False))
+            write_file(path, comment + dump(to_recipe(self.pipeline)))
         else:
             save_picture(self.picture(), path, dpi=150, bbox_inches="tight")
 

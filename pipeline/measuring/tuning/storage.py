@@ -41,6 +41,13 @@ ROUNDS, ROUND_SECONDS = 3, 0.3  # of loading them in both formats
 SHARE = 1 / 3  # of the time that is left, for a conversion: the trials take time, too
 FREE = 0.9  # of the free disk, at most
 NO_FOLDER = "converted data need a folder to stay in: pass out= (--out)"
+# Parts of the reasons that hold for a folder, its disk, the memory or the time, of which another call may have others.
+OF_A_CALL = EXISTS, TAKES, TOO_MUCH = "exists already", "takes about", "do not fit into the free memory"
+
+
+def may_be_tried(reason: str) -> bool:
+    """Whether data that were not converted for this reason may be in another call, which has a folder."""
+    return any(part in reason for part in (NO_FOLDER, *OF_A_CALL))
 
 
 class Storage:
@@ -97,9 +104,9 @@ class Storage:
             return ""
         noted = self._noted()
         if self.path.exists() and not noted:
-            return f"{self.path} exists already: delete it, or pass it to load()"
+            return f"{self.path} {EXISTS}: delete it, or pass it to load()"
         if noted.get("accepted") and noted["from"].keys() != self._stamps()["from"].keys():
-            return f"{self.path} exists already, accepted by a tuning of other data: pass another folder (out=, --out)"
+            return f"{self.path} {EXISTS}, accepted by a tuning of other data: pass another folder (out=, --out)"
         self._remove()
         try:
             if reason := self._in_vain():
@@ -170,11 +177,11 @@ class Storage:
         free, memory = FREE * shutil.disk_usage(self.folder).free, machine.free_memory()
         left = max(SHARE * (self.end - perf_counter()), 0.0)
         if size > free:
-            return f"it takes about {bytes_text(size)}, and {self.folder} has {bytes_text(free)}"
+            return f"it {TAKES} {bytes_text(size)}, and {self.folder} has {bytes_text(free)}"
         if size > max(memory, int(self._files.sizes.sum())):
-            return f"its {bytes_text(size)} do not fit into the free memory, {bytes_text(memory)}"
+            return f"its {bytes_text(size)} {TOO_MUCH}, {bytes_text(memory)}"
         if seconds > left:
-            return f"to convert it takes about {seconds:,.0f} s, more than a third of the time left (--seconds)"
+            return f"to convert it {TAKES} {seconds:,.0f} s, more than a third of the time left (--seconds)"
         return ""
 
     def _ratio(self, both: list[Converted], number: int) -> float:

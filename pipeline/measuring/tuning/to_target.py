@@ -70,9 +70,16 @@ class TargetTuner:
 
     def _try(self, name: str, spec: PipelineSpec) -> bool:
         with TemporaryDirectory(prefix="drivetrain-tune-") as folder:
+            file = Path(folder, "race.json")
             for pairs in range(1, PAIRS[-1] + 1):
                 self._show(f"{name}: runs from seed {self._spec.seed + pairs - 1}")
-                found = self._race(name, spec, pairs, Path(folder, "race.json"))
+                try:
+                    found = self._race(name, spec, pairs, file)
+                except (DataError, PlanError) as error:
+                    if file.exists():
+                        raise
+                    # No run has ended: the first one, which is of the best pipeline, cannot begin.
+                    raise _UnreachedError(f"Without {name}, the pipeline cannot be trained: {error}") from None
                 self._trials[-1] = judged(self._trials[-1], found)
                 if self._trials[-1].outcome != "undecided":
                     return self._trials[-1].outcome == "accepted"
@@ -113,7 +120,10 @@ def judged(trial: Tried, found: RaceResult) -> Tried:
     times, others = ([run.seconds_to(found.target, found.monitor) for run in runs] for runs in (own, best))
     if None in others:
         short = best[others.index(None)]
-        top = max((point.accuracy for point in short.points), default=0.0)
+        if short.failed:  # neither another target nor more epochs would help
+            raise _UnreachedError(f"Without {trial.name}, the pipeline fails from seed {short.seed}: {short.failed}")
+        best_of = max if found.monitor.higher_is_better else min
+        top = best_of((point.accuracy for point in short.points), default=0.0)
         raise _UnreachedError(
             f"target={found.target:g}: without {trial.name}, seed {short.seed} reaches {top:.2%}. "
             "Pass a lower target, or more epochs."

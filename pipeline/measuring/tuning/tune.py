@@ -39,7 +39,7 @@ from .candidates import (
 )
 from .kept import Kept, Results
 from .result import Outcome, Tried, Tuned, TuneInterrupted
-from .storage import NO_FOLDER
+from .storage import may_be_tried
 from .to_target import TargetTuner
 
 # Of the budget, at most for a trial: with two pipelines, a change can have all its rounds in half of it.
@@ -57,6 +57,11 @@ def tune(
     out: str | Path | None, again: bool, progress: bool,
 ) -> Tuned:  # fmt: skip
     check_measurable(seconds)
+    if epochs is not None and target is None and not allow:
+        raise PlanError(
+            "epochs= (--epochs) is of each short training of allow=, or of each run to target=. Pass one of them, or "
+            "leave epochs out."
+        )
     begin = perf_counter()
     if target is not None and epochs is not None:
         spec = spec.replace(epochs=epochs)
@@ -120,13 +125,13 @@ def _search(tuner: "Tuner | TargetTuner", plan: ResolvedPlan, budget: Budget, re
 def answered(
     spec: PipelineSpec, kept: Kept, changes: Sequence[Candidate], facts: dict[str, Any], target: float | None
 ) -> Tuned | None:
-    """Return what is kept as the result of this call; None if converted data have been removed, or had no folder to
-    stay in and have one now."""
+    """Return what is kept as the result of this call; None if converted data have been removed, or could not be
+    converted for lack of a folder, space or time, which this call may have."""
     by_name = {one.name: one for one in changes}
     for tried in kept.trials:
         candidate = by_name.get(tried.name)
         has_folder = candidate is not None and candidate.storage is not None and candidate.storage.folder is not None
-        if not can_be_kept(candidate, tried) or (has_folder and tried.reason == NO_FOLDER):
+        if not can_be_kept(candidate, tried) or (has_folder and may_be_tried(tried.reason)):
             return None
         if tried.outcome == "accepted":
             spec = by_name[tried.name].change(spec)

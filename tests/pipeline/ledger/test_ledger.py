@@ -14,6 +14,7 @@ import pytest
 from command_line import call
 from drivetrain import DrivetrainError, MissingExtra
 from drivetrain.pipeline import Ledger, compare
+from drivetrain.pipeline.apps.cli.training import _show
 from drivetrain.pipeline.ledger.comparison import differences
 from drivetrain.pipeline.ledger.data import Accuracies, Trained
 from drivetrain.pipeline.ledger.picture import picture
@@ -184,6 +185,16 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(MissingExtra, match=f"(?s){words}"):
         made_up().save(tmp_path / "ledger.png")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_picture_has_the_names_as_they_are() -> None:
+    """Between two "$", matplotlib would draw mathematics, or fail."""
+    pytest.importorskip("matplotlib")
+    ledger = Ledger(made_up().rounds, {"recipe": r"$\my$.yaml"}, left_out={in_turn("x"): r"no $\file$"})
+    figure = ledger.show()
+    assert figure.axes[0].get_title(loc="left") == r"\$\my\$.yaml: each stage added in turn"
+    assert any(r"no \$\file\$" in text.get_text() for text in figure.texts)
+    assert figure._repr_png_()
 
 
 def test_a_stage_has_its_gain_alone_in_turn_and_last() -> None:
@@ -572,6 +583,17 @@ def test_every_figure_in_the_file_has_its_n_and_spread(good: dict[str, Any]) -> 
         assert (row["images_per_s"]["n"], row["ratio"]["n"]) == (2, 2)
     assert {stage["in_turn"]["n"] for stage in good["stages"]} == {2}
     assert {one["n"] for one in good["ceilings"].values()} == {2}
+
+
+def test_the_command_does_not_fail_without_matplotlib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After a training, it would not print what it has written."""
+    for name in {"matplotlib", *(name for name in sys.modules if name.startswith("matplotlib."))}:
+        monkeypatch.setitem(sys.modules, name, None)
+    _show(made_up(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["ledger.json"]
+    assert "There is no ledger.png: matplotlib is needed to draw the ledger" in capsys.readouterr().out
 
 
 def test_the_accuracies_are_those_of_the_monitored_metric(tmp_path: Path) -> None:

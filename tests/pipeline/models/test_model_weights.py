@@ -131,6 +131,27 @@ def test_a_damaged_file_in_torchs_cache(
             pretrained(NAME, 7)
 
 
+def test_without_the_published_weights_it_is_built_as_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run is opened without them, and must take its weights."""
+    monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path))
+    (tmp_path / "checkpoints").mkdir()
+    url = torchvision.models.GoogLeNet_Weights.DEFAULT.url
+    with torch.device("meta"):
+        full = torchvision.models.GoogLeNet(init_weights=False).state_dict()
+    published = {name: torch.zeros_like(value, device="cpu") for name, value in full.items()}
+    save(published, tmp_path / "checkpoints" / url.rpartition("/")[2])
+    trained = pretrained("googlenet", 7)
+    with weights_omitted(), torch.device("meta"):
+        opened = pretrained("googlenet", 7)
+        large = pretrained("vit_b_16", 7, "IMAGENET1K_SWAG_E2E_V1")
+    one, other = ({key: value.shape for key, value in each.state_dict().items()} for each in (trained, opened))
+    assert one == other
+    assert vars(trained)["transform_input"] is vars(opened)["transform_input"] is True
+    assert large(torch.zeros(2, 3, 384, 384, device="meta")).shape == (2, 7)
+
+
 def test_a_run_travels_without_the_file(state: dict[str, torch.Tensor], toy: Toy, tmp_path: Path) -> None:
     path = save(state, tmp_path / "weights.pth")
     pipeline = Pipeline("pretrained", name=NAME, num_classes=CLASSES, weights=path)

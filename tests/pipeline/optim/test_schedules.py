@@ -228,6 +228,25 @@ def test_what_is_refused_before_the_first_step(toy: Toy, schedule: Any, message:
         pipeline.fit(epochs=1, progress=False)
 
 
+@pytest.mark.parametrize("schedule", ["cosine", lambda optimizer: lr_scheduler.StepLR(optimizer, 1)])
+def test_a_second_training_in_a_loop_of_ones_own_has_the_same_learning_rates(toy: Toy, schedule: Any) -> None:
+    """Except where the caller has set another one in between."""
+
+    def rates() -> list[tuple[float, float]]:
+        begun = built.begin(1)
+        return [(begun.set_lr(step), group["peak_lr"]) for step in range(4)]
+
+    pipeline = toy.pipeline(plain_model, batch_size=16).optimize("sgdw", lr=0.4, schedule=schedule)
+    with pipeline.build() as built:
+        (group,) = built.engine.optimizer.param_groups
+        first = rates()
+        assert first[0] == (0.4, 0.4)
+        assert first[-1][0] < 0.4
+        assert rates() == first
+        group["lr"] = 0.1
+        assert rates()[0] == (0.1, 0.1)
+
+
 def test_a_scheduler_that_ends_too_early_is_named(toy: Toy) -> None:
     linear = functools.partial(lr_scheduler.PolynomialLR, total_iters=4, power=0.5)
     toy.pipeline().optimize("sgd", lr=0.1, schedule=linear).fit(epochs=2, progress=False)

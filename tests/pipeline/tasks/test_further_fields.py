@@ -9,9 +9,11 @@ import field_jobs as jobs
 import numpy as np
 import pytest
 import torch
-from drivetrain import CheckpointError, DataError, Pipeline, PlanError
+from drivetrain import CheckpointError, DataError, Pipeline, PlanError, Task
 from drivetrain.loaders import FFCVLoader
 from drivetrain.pipeline import load_run
+from drivetrain.pipeline.tasks.means import mean_of
+from drivetrain.pipeline.tasks.task import TaskLoss
 from drivetrain.pipeline.training.checks import targets_of
 from drivetrain.transforms import EMA, SAM, CutOut, MixUp, ProgressiveResizing
 
@@ -54,6 +56,31 @@ def test_the_split_of_a_batch_changes_nothing(files: tuple[str, str]) -> None:
     whole = jobs.history(files)
     np.testing.assert_allclose(jobs.history(files, strategy="single", accumulate=4), whole, rtol=1e-5)
     assert whole[-1][0] < whole[0][0]
+
+
+class OfBoxes(Task):
+    """Its mean is over all boxes of a batch, whose number follows from the shapes of the targets."""
+
+    def loss(self, outputs: Any, targets: Any) -> torch.Tensor:
+        each = [(own - box).abs().sum() for own, boxes in zip(outputs, targets[1], strict=True) for box in boxes]
+        mean: torch.Tensor = sum(each, 0 * outputs.sum()) / torch.tensor(float(len(each)))
+        return mean
+
+    def denominator(self, targets: Any) -> float:
+        return sum(map(len, targets[1]))
+
+
+def test_a_batch_without_boxes_counts_for_nothing() -> None:
+    """Its mean is 0 / 0, and so is its gradient, also where the denominator is a number."""
+    mean = mean_of(TaskLoss(OfBoxes(), OfBoxes().loss))
+    targets: Any = torch.zeros(2), [torch.zeros(0, 4)] * 2
+    outputs = torch.ones(2, 4, requires_grad=True)
+    assert mean.loss(outputs, targets).isnan()
+    total = mean.numerator(outputs, targets, mean.denominator(targets))
+    total.backward()
+    assert total.item() == 0
+    assert outputs.grad is not None
+    assert not outputs.grad.any()
 
 
 @pytest.mark.process

@@ -7,6 +7,7 @@ import math
 import struct
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -156,11 +157,9 @@ def test_an_epoch_that_is_evaluated_again_has_one_line(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def wandb_values(folder: Path) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
-    """The configuration and the history in the files of offline runs of Weights & Biases, by its own messages."""
+def wandb_records(folder: Path) -> Iterator[Any]:
     from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
-    config, history = dict[str, Any](), dict[int, dict[str, Any]]()
     for file in sorted(folder.rglob("*.wandb")):
         data, at, content = file.read_bytes(), 7, b""
         while at < len(data):  # LevelDB's log: blocks of 32 KiB; CRC, length and kind before each fragment
@@ -169,12 +168,18 @@ def wandb_values(folder: Path) -> tuple[dict[str, Any], dict[int, dict[str, Any]
             length, kind = struct.unpack_from("<HB", data, at + 4)
             content, at = content + data[at + 7 : at + 7 + length], at + 7 + length
             if kind in (1, 4):  # a full one, or the last fragment
-                record, content = Record.FromString(content), b""
-                update = [*record.run.config.update, *record.config.update]
-                config |= {item.key or item.nested_key[0]: json.loads(item.value_json) for item in update}
-                items = record.history.item
-                row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in items}
-                history |= {row["_step"]: row} if row else {}
+                yield Record.FromString(content)
+                content = b""
+
+
+def wandb_values(folder: Path) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
+    """The configuration and the history in the files of offline runs of Weights & Biases, by its own messages."""
+    config, history = dict[str, Any](), dict[int, dict[str, Any]]()
+    for record in wandb_records(folder):
+        update = [*record.run.config.update, *record.config.update]
+        config |= {item.key or item.nested_key[0]: json.loads(item.value_json) for item in update}
+        row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+        history |= {row["_step"]: row} if row else {}
     return config, history
 
 
@@ -396,3 +401,18 @@ def test_a_logger_that_was_disabled_is_closed(
     with pytest.warns(LoggerWarning, match="MLflowLogger failed at step 4"):
         fit(toy.pipeline(), 1, logger="mlflow")
     assert mlflow.active_run() is None
+
+
+@pytest.mark.process
+def test_a_run_that_failed_has_failed_in_the_services(
+    toy: Toy, tmp_path: Path, logging_services: tuple[ModuleType, ModuleType]
+) -> None:
+    class Broken(Callback):
+        def on_epoch_end(self, view: RunView) -> None:
+            raise ValueError(f"at step {view.step}")
+
+    _, mlflow = logging_services
+    with pytest.raises(ValueError, match="at step 4"):
+        fit(toy.pipeline(), 1, out=tmp_path, logger=["mlflow", "wandb"], callbacks=[Broken()])
+    assert mlflow.get_run((tmp_path / "mlflow-run.txt").read_text().strip()).info.status == "FAILED"
+    assert [each.exit.exit_code for each in wandb_records(tmp_path) if each.HasField("exit")] == [1]

@@ -14,7 +14,7 @@ import means_jobs
 import pytest
 import torch
 from drivetrain import Classification, DataError, PlanError, Task, strategies
-from drivetrain.pipeline.tasks.means import mean_of
+from drivetrain.pipeline.tasks.means import Mean, mean_of
 from drivetrain.pipeline.tasks.task import TaskLoss
 from drivetrain.pipeline.training.guard import NonFiniteGuard
 from drivetrain.pipeline.training.loop import StepLoss, evaluate, train_epoch
@@ -235,6 +235,18 @@ def test_equal_denominators_cost_nothing() -> None:
     unchecked = StepLoss(mean_of(functional.cross_entropy), parts, linear(), equal=False)  # of one process
     assert torch.equal(unchecked.share(1, outputs, targets), mean.loss(outputs, targets))
     assert unchecked.weight == 8
+
+
+def test_ranks_with_different_numbers_of_boxes() -> None:
+    """Equally many images on each rank do not make the denominators equal; those that count images cost nothing."""
+    ranks, outputs = Two(torch.device("cpu")), torch.ones(2, 4)
+    targets: Any = torch.zeros(2), [torch.zeros(3, 4), torch.zeros(1, 4)]
+    boxes = Mean(lambda outputs, _: outputs.mean(), lambda targets: sum(map(len, targets[1])))
+    step = StepLoss(boxes, [(outputs, targets)], ranks, equal=True)
+    assert (ranks.exchanged, float(step.weight)) == (1, 8)
+    assert step.share(1, outputs, targets).item() == pytest.approx(1)
+    StepLoss(mean_of(lambda outputs, _: outputs.mean()), [(outputs, targets)], ranks, equal=True)
+    assert ranks.exchanged == 1
 
 
 @pytest.mark.process

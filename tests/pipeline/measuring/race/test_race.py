@@ -91,9 +91,20 @@ def test_the_rows_follow_from_the_runs() -> None:
     assert [race.limit(seed) for seed in (0, 1, 2, 3)] == [6, 9, 9, 9]
     assert RaceResult(0.8, ("a", "b"), runs).limit(0) is None
     assert medians(race.of("b")) == [(1, 0.4), (7.5, pytest.approx(0.85))]
+    undefined = RaceResult(0.8, ("a",), [run("a", 0, limit=3.0, stopped="race: …")])  # its metric, in all evaluations
+    assert "a, seed 0, was stopped: its limit was 3 s." in " ".join(repr(undefined).split())
     error = RaceResult(0.3, ("a",), [run("a", 0, (1, 0.5), (2, 0.25))], Monitor("error", False, "fraction"))
     assert error.rows[0].seconds is not None
     assert error.rows[0].seconds.value == 2
+
+
+def test_the_picture_names_each_variant_as_it_is() -> None:
+    """Also in a legend, which leaves out labels with a "_" at the beginning, and draws mathematics between two "$"."""
+    pytest.importorskip("matplotlib")
+    names = ("_base.yaml", "train=$DATA/$NAME")
+    figure = RaceResult(0.8, names, [run(name, 0, (1, 0.5), (2, 0.9)) for name in names]).show()
+    texts = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert texts == ["_base.yaml: 1 of 1 reached it", r"train=\$DATA/\$NAME: 1 of 1 reached it"]
 
 
 @pytest.mark.long
@@ -290,6 +301,7 @@ def test_what_cannot_be_raced_is_refused(toy: Toy, tmp_path: Path) -> None:
         ({"against": {"blind": blind}}, "'blind' has none. Pass a second file"),
         ({"against": [3]}, "Pass pipelines, as a dict by name or as a list"),
         ({"against": {"the pipeline": pipeline}}, "is the name of the pipeline itself"),
+        ({"against": {64: pipeline}, "out": tmp_path / "race.json"}, "against: 64 is not a text. Give each"),
     ):
         with pytest.raises(PlanError, match=message):
             pipeline.race(**{**options, **changed})
@@ -322,6 +334,16 @@ def test_the_command_races_a_recipe_against_others(toy: Toy, tmp_path: Path, mon
         end = call(*command, "--against", text)
         assert end.code == 1
         assert message in end.err
+
+
+@pytest.mark.long
+def test_the_command_races_seeds_alone(toy: Toy, tmp_path: Path) -> None:
+    command = ["race", "cifar10-quickstart", *toy_values(toy), "--target", "0.2", "--against", "none"]
+    done(*command, "--seeds", "2", "--out", str(tmp_path))
+    (row,) = RaceResult.load(tmp_path / "race.json").rows
+    assert (row.runs, row.accuracy is not None) == (2, True)
+    end = call(*command, "--against", "plain")
+    assert (end.code, "--against none excludes plain. Remove one" in end.err) == (1, True)
 
 
 @pytest.mark.slow

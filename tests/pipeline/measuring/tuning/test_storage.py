@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,8 @@ from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.measuring.tuning import storage
 from drivetrain.pipeline.measuring.tuning import tune as tune_module
 from drivetrain.pipeline.measuring.tuning.candidates import Candidate, allowed, candidates
-from drivetrain.pipeline.measuring.tuning.result import Tuned
+from drivetrain.pipeline.measuring.tuning.kept import Kept
+from drivetrain.pipeline.measuring.tuning.result import FORMAT, Tried, Tuned
 from drivetrain.pipeline.training.build import make_loader
 from drivetrain.transforms import ProgressiveResizing
 from loader_pictures import jpeg_folder
@@ -154,6 +156,29 @@ def test_raw_pixels_that_exceed_the_memory_are_not_converted(
     raw.path.write_text("of the user")
     assert raw.convert() == f"{raw.path} exists already: delete it, or pass it to load()"
     assert raw.path.read_text() == "of the user"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "answers"), [("FREE", 0.0, False), ("SHARE", 0.0, False), ("WORTH", 1e9, True)]
+)
+def test_what_did_not_fit_is_tried_in_a_call_with_more_room_or_time(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: float, answers: bool
+) -> None:
+    """Its reason asks for another folder, or more seconds: the kept one is no answer to that."""
+    pipeline = pipeline_of(photos)
+    (raw,) = (one for one, _ in storage.storages(resolve(pipeline)) if one.name == "raw pixels")
+    raw.folder, raw.end = tmp_path, perf_counter() + 1000
+    change = Candidate(RAW, "data", raw.change, storage=raw)
+
+    def is_answered(reason: str) -> bool:
+        tried = Tried(RAW, "data", "not tried", reason=reason)
+        kept = Kept(FORMAT, {}, "", None, "Every change was tried.", [tried], {})
+        return tune_module.answered(pipeline, kept, [change], {}, None) is not None
+
+    monkeypatch.setattr(storage, name, value)
+    assert is_answered(raw.convert()) is answers
+    raw.path.write_text("of the user")
+    assert not is_answered(raw.convert())
 
 
 @pytest.mark.usefixtures("hopeful")

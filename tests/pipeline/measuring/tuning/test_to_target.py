@@ -18,6 +18,7 @@ from drivetrain.pipeline.measuring.tuning.candidates import candidates as change
 from drivetrain.pipeline.measuring.tuning.candidates import to_target as changes_to_target
 from drivetrain.pipeline.measuring.tuning.result import Tried, Tuned
 from drivetrain.pipeline.measuring.tuning.to_target import PAIRS, judged
+from drivetrain.pipeline.telemetry.history import Monitor
 from pipeline_data import Sleepy, Toy
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -91,6 +92,18 @@ def test_what_is_reached_is_that_of_the_same_seed() -> None:
         judged(Tried("faster", "step", "not tried"), raced([1.0, None], [1.0, 1.0]))
 
 
+def test_why_it_is_not_reached_without_the_change() -> None:
+    """A failure is the reason, and what was reached is the least of a metric that is better when lower."""
+    other = RaceRun("faster", 0, (Point(1.0, 0, 0.05),))
+    failed = RaceRun("best", 0, failed="RuntimeError: of the model")
+    with pytest.raises(DrivetrainError, match="Without faster, the pipeline fails from seed 0: RuntimeError: of the"):
+        judged(Tried("faster", "step", "not tried"), RaceResult(TARGET, ("best", "faster"), [failed, other]))
+    late = RaceRun("best", 0, (Point(1.0, 0, 0.8), Point(2.0, 0, 0.25)))
+    errors = RaceResult(0.1, ("best", "faster"), [late, other], Monitor("error", higher_is_better=False))
+    with pytest.raises(DrivetrainError, match=r"target=0.1: without faster, seed 0 reaches 25.00%"):
+        judged(Tried("faster", "step", "not tried"), errors)
+
+
 def raced(*times: Sequence[float | None]) -> RaceResult:
     runs = [
         RaceRun(name, seed, (Point(9.0 if each is None else each, 0, 0.0 if each is None else 1.0),))
@@ -136,6 +149,13 @@ def test_a_pipeline_that_does_not_reach_the_target_cannot_be_tuned_to_it(toy: To
     pipeline = sleepy(toy, 0.0).optimize("sgd", lr=1e-9).replace(epochs=1)
     with pytest.raises(PlanError, match=r"without slower, seed 0 reaches \d.*Pass a lower target, or more epochs"):
         searched(pipeline, [slower(0.0)])
+
+
+def test_a_pipeline_that_cannot_be_trained_cannot_be_tuned_to_a_target(toy: Toy) -> None:
+    """Each change would be a failed one, for a reason that it is not."""
+    wrong = toy.pipeline().replace(model_options={"classes": 7}, epochs=1)
+    with pytest.raises(PlanError, match=r"Without blind, the pipeline cannot be trained: .*num_classes"):
+        searched(wrong, [Candidate("blind", "step", lambda spec: spec.optimize("sgd", lr=1e-9))])
 
 
 @pytest.mark.long

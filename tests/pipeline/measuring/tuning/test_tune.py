@@ -236,6 +236,8 @@ def test_what_cannot_be_allowed_is_refused_before_any_trial(toy: Toy) -> None:
         Pipeline(plain_model).load(toy.train, batch_size=16, image_size=8).tune(allow=("precision",))
     with pytest.raises(PlanError, match="epochs=0"):
         pipeline_of(toy).tune(allow=("precision",), epochs=0)
+    with pytest.raises(PlanError, match=r"is of each short training of allow=.*leave epochs out"):
+        pipeline_of(toy).tune(epochs=3)
 
 
 def test_a_file_of_other_options_is_refused(toy: Toy, tmp_path: Path) -> None:
