@@ -228,6 +228,7 @@ def test_what_is_refused_before_the_first_step(toy: Toy, schedule: Any, message:
         pipeline.fit(epochs=1, progress=False)
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # no step is taken
 @pytest.mark.parametrize("schedule", ["cosine", lambda optimizer: lr_scheduler.StepLR(optimizer, 1)])
 def test_a_second_training_in_a_loop_of_ones_own_has_the_same_learning_rates(toy: Toy, schedule: Any) -> None:
     """Except where the caller has set another one in between."""
