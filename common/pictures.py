@@ -38,6 +38,14 @@ def check_picture(path: str | Path) -> Path:
     return path
 
 
+def check_result(path: str | Path) -> Path:
+    """Return the path of a result; DataError unless its suffix is that of a picture, or JSON's."""
+    path = Path(path)
+    if path.suffix not in (*SUFFIXES, ".json"):
+        raise DataError(f"{path} must end in .json, .png, .svg or .pdf.")
+    return path
+
+
 def drawn(figure: Any, suffix: str = ".png", **options: Any) -> bytes:
     """Return a figure in the format of a suffix; `options` are those of `savefig`. An SVG follows the reader's page,
     light or dark; and the same figure is the same bytes."""
@@ -98,13 +106,11 @@ class Shown(Protocol):
 def save_result(result: Shown, path: str | Path, **options: Any) -> None:
     """Write a result as JSON, or its picture, by the path's suffix, whole or not at all; `options` are those of
     `savefig`. DataError for another suffix."""
-    path = Path(path)
+    path = check_result(path)
     if path.suffix in SUFFIXES:
         save_picture(result.show(), path, **options)
-    elif path.suffix == ".json":
-        write_file(path, to_json(result.to_dict(), indent=1))
     else:
-        raise DataError(f"{path} must end in .json, .png, .svg or .pdf.")
+        write_file(path, to_json(result.to_dict(), indent=1))
 
 
 def image_tag(png: bytes, about: str, style: str = "") -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, Self
 
@@ -35,11 +36,12 @@ from ...transforms.no_weight_decay import note_shape
 from ..callbacks.callback import Callback, RunOptions
 from ..callbacks.early_stopping import EarlyStopping
 from ..describe.config import DistributedConfig
+from ..describe.cuda_settings import choose_benchmark, cuda_settings, uses_gpu
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan, resolve
 from ..describe.rules import check_rules
 from ..optim.optimizers import is_schedule_free, label, needs_whole_matrices
-from ..runs.callbacks import run_options
+from ..runs.callbacks import check_measured, run_options
 from ..runs.config import FitConfig
 from ..runs.initial import initial_weights
 from ..tasks.means import Mean, mean_of
@@ -97,7 +99,8 @@ def hand_over(spec: PipelineSpec, epochs: int | None, given: dict[str, Any]) -> 
             "Train with fit(), or use another optimizer."
         )
     arguments, of_fit = trainer_arguments(distribution, given), _of_training(spec)
-    if callbacks := [*of_fit.callbacks, *_several(arguments.get("callbacks"))]:
+    callbacks = [*of_fit.callbacks, *_several(arguments.get("callbacks"))]
+    if callbacks:
         arguments["callbacks"] = translated(callbacks, run_options(plan, logs=False))
     if distribution.compile or distribution.activation_checkpointing:
         raise PlanError(
@@ -118,6 +121,9 @@ def hand_over(spec: PipelineSpec, epochs: int | None, given: dict[str, Any]) -> 
                 stack.enter_context(loader)
         stack.enter_context(_one_thread())
         parts, steps = make_parts(plan, *loaders), len(loaders[0])
+        # Lightning's EarlyStopping would wait for a metric that evaluations lack, and never stop.
+        ours = [one for one in callbacks if isinstance(one, Callback)]
+        check_measured(ours, run_options(plan, logs=False), parts.metrics)
         if on_meta(parts.model):
             raise PlanError(
                 f"{plan.spec.model_name} is on the meta device, which only fit() initializes. Build the model on the "
@@ -131,7 +137,7 @@ def hand_over(spec: PipelineSpec, epochs: int | None, given: dict[str, Any]) -> 
         "accumulate_grad_batches": distribution.accumulate, "gradient_clip_val": distribution.clip_norm,
         "gradient_clip_algorithm": "norm", "sync_batchnorm": distribution.sync_batchnorm,
         "use_distributed_sampler": False, "check_val_every_n_epoch": of_fit.eval_every, "num_sanity_val_steps": 0,
-        "logger": False, "enable_checkpointing": False, **arguments,
+        "logger": False, "enable_checkpointing": False, **_benchmark(plan, arguments), **arguments,
     }  # fmt: skip
     at_last = of_fit.eval_every > 1 and "check_val_every_n_epoch" not in given
     return HandOver(LitModule(parts, epochs, steps, at_last=at_last), LitDataModule(plan), trainer, parts.reports)
@@ -141,6 +147,14 @@ def _device(arguments: dict[str, Any]) -> torch.device:
     """Return CUDA only if it is already initialized, as by a loss on a GPU: initializing it would prevent forking."""
     started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return torch.device("cuda" if started and arguments.get("accelerator") != "cpu" else "cpu")
+
+
+def _benchmark(plan: ResolvedPlan, arguments: dict[str, Any]) -> dict[str, bool]:
+    """Return the plan's choice as an argument of the Trainer, which makes its own if it is to be deterministic."""
+    if arguments.get("deterministic") or not uses_gpu(plan.distribution):
+        return {}
+    chosen, _ = choose_benchmark(plan.distribution, plan.transforms)
+    return {"benchmark": chosen}
 
 
 @contextmanager
@@ -229,6 +243,9 @@ class LitModule(pl.LightningModule):
             transform.begin(self.model, self._steps)
         self._loss = training_loss(self._plan, self.device)
         self._at_end.enter_context(fork_rng(self._plan.seed))
+        benchmark = torch.backends.cudnn.benchmark  # the Trainer's
+        how = replace(self._plan.distribution, cudnn_benchmark=benchmark)
+        self._at_end.enter_context(cuda_settings(how, self._plan.transforms))
         draw_apart(self._plan.seed, share(self.trainer)[0])
 
     def on_train_epoch_start(self) -> None:

@@ -20,7 +20,7 @@ from ..telemetry.progress import echo
 from ..telemetry.state import TrainState
 from .checkpoints.weights import load_model, open_model, save_model
 from .config import FitConfig
-from .folder import MODEL, clear_results, draw_curves, with_trained, write
+from .folder import MODEL, clear_gauges, clear_results, draw_curves, with_trained, write
 
 PICTURE = 30.0  # seconds between two plots of the curves
 POINTS = 1000  # steps whose losses are kept for the curves: as many as a picture is wide
@@ -83,6 +83,12 @@ class RunArtifacts(Observer):
     def clear(self) -> None:
         if self._folder is not None:
             clear_results(self._folder)
+
+    def clear_gauges(self) -> None:
+        """Remove the gauges of a run that continues without them: they would stay those of the step where it was left,
+        for `drivetrain watch`, too."""
+        if self._folder is not None and "prometheus" not in self._job.logger:
+            clear_gauges(self._folder)
 
     def on_start(self, state: TrainState) -> None:  # noqa: ARG002
         if self._folder is not None:

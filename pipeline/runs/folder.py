@@ -99,6 +99,10 @@ def clear_results(folder: Path) -> None:
         _remove(folder / name)
 
 
+def clear_gauges(folder: Path) -> None:
+    _remove(folder / PROMETHEUS)
+
+
 def descriptions(plan: ResolvedPlan) -> tuple[dict[str, str], str]:
     texts, note = {PLAN: f"{Plan(plan.steps).text(120)}\n"}, ""
     try:

@@ -214,7 +214,9 @@ class Run(Observer):
     def _take_folder(self, choice: ResumePoint) -> None:
         """Claim the folder for this run. Errors before this leave its contents unchanged."""
         begin_run(self._engine, choice, self._store, saves=self._job.checkpoints is not None)
-        if not choice.goes_on:
+        if choice.goes_on:
+            self._artifacts.clear_gauges()
+        else:
             self._artifacts.clear()
 
     def _history(self, checkpoint: Checkpoint) -> History:

@@ -26,10 +26,13 @@ def errors(
     It prints a table of the classes, the worst samples, and the calibration.
     Every validation sample is judged once, with the weights and the pixels of the run's evaluation.
     """
+    from ....common.pictures import check_result
     from ....common.storage.json_files import to_json
     from ...recipes.files import modules_of
     from ...runs.result import load_run
 
+    if out is not None:
+        check_result(out)  # before the pass over the data, not after it
     with modules_of():
         found = load_run(run, trust_code=trust_code).errors(data)
     if as_json:
@@ -54,9 +57,12 @@ def compare(runs: tuple[Path | str, ...], out: Path | None, as_json: bool) -> No
     Unfinished and damaged runs are named. The curves are those of the monitored metric and of the loss, by epoch and by
     time.
     """
+    from ....common.pictures import check_picture
     from ....common.storage.json_files import to_json
     from ...runs.analysis.compare import compare_runs
 
+    if out is not None:
+        check_picture(out)
     found = compare_runs(runs)
     print(to_json(found.to_dict()) if as_json else found)
     if out is not None:

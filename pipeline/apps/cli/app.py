@@ -144,7 +144,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         status = _run(sys.argv[1:] if arguments is None else list(arguments))
         sys.stdout.flush()
     except DrivetrainError as error:
-        say(type(error).__name__, str(error))
+        # A note has, e.g., where results are that could not be uploaded.
+        say(type(error).__name__, " ".join([str(error), *getattr(error, "__notes__", [])]))
         status = 1
     except KeyboardInterrupt as interrupt:
         say("Interrupted", " ".join(["stopped by Ctrl-C.", *getattr(interrupt, "__notes__", [])]))

@@ -32,6 +32,7 @@ from .options import (
     pipeline_of,
     quiet,
     recipe_arguments,
+    say,
     trust_code,
 )
 
@@ -122,7 +123,9 @@ def train(
 
         _check_budgets(ledger_seconds if ledger else None, tune_seconds)  # before training, not after it
         callbacks = [{"name": one} if isinstance(one, str) else one for one in options.pop("callbacks")]
-        given = {key: one for key, one in options.items() if one not in (None, ()) and one is not False}
+        source = click.get_current_context().get_parameter_source
+        # Null and false are values, too: they replace those of the recipe, or are refused.
+        given = {key: one for key, one in options.items() if source(key) is ParameterSource.COMMANDLINE}
         options = pipeline.fit_defaults() | given | ({"callbacks": callbacks} if callbacks else {})
         out = options.get("out")
         if out is None and (every_steps is not None or every_minutes is not None):
@@ -142,8 +145,8 @@ def train(
         for report in () if quiet else result.reports:
             print(report.text(verbose=verbose))
         if result.metrics:
-            epochs, metrics = len(result.history.epochs), shown(result.metrics, result.history.units)
-            print(f"{', '.join(metrics)} after {epochs} epoch{'s' * (epochs != 1)}{_better(result.history)}")
+            metrics = ", ".join(shown(result.metrics, result.history.units))
+            print(f"{metrics} after {_trained(result.history)}{_better(result.history)}")
         if ledger:
             measure(pipeline, ledger_seconds, out, quiet)
         if out is not None and not quiet:
@@ -159,12 +162,20 @@ def _check_budgets(*given: float | None) -> None:
             check_measurable(seconds)
 
 
+def _trained(history: History) -> str:
+    """Return how long the weights were trained: also within an epoch, where a callback has stopped the run."""
+    epochs, (_, and_, steps) = len(history.epochs), history.moment.partition(" and ")
+    return f"{epochs} epoch{'s' * (epochs != 1)}{and_}{steps}"
+
+
 def _better(history: History) -> str:
-    """Return which epoch was better than the last, if one was."""
+    """Return which epoch was better than the last evaluation, if one was."""
     from ...tasks.metrics import format_metric
 
-    best, monitor = history.best, history.monitor
-    if best is None or best is history.epochs[-1] or (value := monitor.of(best)) is None:
+    best, last, monitor = history.best, history.last, history.monitor
+    if best is None or last is None or (value := monitor.of(best)) is None:
+        return ""
+    if (own := monitor.of(last)) is not None and monitor.reaches(own, value):
         return ""
     return f"; best: {monitor} {format_metric(value, monitor.unit)} after epoch {best.epoch}"
 
@@ -261,6 +272,8 @@ def _end_reported(out: Path | str | None, quiet: bool) -> Iterator[None]:
     except TrainingPreempted as preempted:
         if quiet and is_main_process():  # else the run has printed it
             print(preempted.message)
+        for note in getattr(preempted, "__notes__", ()):  # what could not be uploaded: nobody else prints it
+            say("Note", note)
         raise
 
 

@@ -184,9 +184,10 @@ def _images(inputs: Inputs, recipe: Mapping[str, Any], data: Path | None) -> tup
     if source is not None:
         try:
             data_set = open_dataset(source, inputs.transform(), verify=False)
-            images = [data_set[index][0] for index in range(min(IMAGES, len(data_set)))]
-            if len(images) > 1:
-                return torch.stack(images), f"{len(images)} images of {source.name}"
+            count = min(IMAGES, len(data_set))
+            images = [data_set[index][0] for index in range(count)]
+            # At least two, because of one image, torch.export would take the batch size for a constant.
+            return torch.stack(images * (2 if count == 1 else 1)), f"{count} image{'s' * (count != 1)} of {source.name}"
         except DataError:
             if data is not None:
                 raise  # it is the user's choice

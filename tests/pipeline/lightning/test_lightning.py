@@ -23,6 +23,7 @@ import pytest
 import torch
 from drivetrain import Classification, DrivetrainError, EarlyStopping, Pipeline, PlanError, Profile
 from drivetrain import transforms as t
+from drivetrain.common.matmul import matmul_precision
 from drivetrain.loaders import convert
 from drivetrain.loaders.decode.preprocess import Evaluation
 from drivetrain.loaders.options import LoaderOptions
@@ -270,6 +271,12 @@ def test_what_the_trainer_is_told(toy: Toy) -> None:
         pipeline.to_lightning(epochs=1, callbacks=EarlyStopping("top9"))
 
 
+def test_a_metric_that_evaluations_lack_is_refused(toy: Toy) -> None:
+    """As in our loop: of four classes, there is no top5."""
+    with pytest.raises(PlanError, match="EarlyStopping: no metric is named 'top5'"):
+        toy.pipeline().to_lightning(epochs=1, callbacks=EarlyStopping("top5"), **QUIET)
+
+
 def test_early_stopping_is_lightnings(toy: Toy) -> None:
     """It stops after the same epoch as in our loop, by a metric whose direction its class declares."""
     import lightning.pytorch as pl
@@ -297,6 +304,27 @@ def test_early_stopping_is_lightnings(toy: Toy) -> None:
     assert [trainer.check_val_every_n_epoch for trainer in Validated.trainers] == [2]
     with pytest.raises(PlanError, match="on_nonfinite='skip' of the recipe needs Drivetrain's loop"):
         Pipeline.from_recipe(recipe, on_nonfinite="skip").to_lightning(epochs=1)
+
+
+def test_torchs_settings_of_gpus_are_those_of_fit(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set for the training only. torch reports a GPU; nothing here computes on it."""
+    import lightning.pytorch as pl
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+
+    class Seen(pl.Callback):
+        settings: ClassVar[list[Any]] = []
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
+            self.settings.append((matmul_precision(), torch.backends.cudnn.benchmark))
+
+    before = matmul_precision()
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)  # and Lightning does not restore it
+    pipeline = toy.pipeline().distribute("single", matmul_precision="high", cudnn_benchmark=True)
+    trained(pipeline, 1, Seen())
+    assert {*Seen.settings} == {("high", True)}
+    assert matmul_precision() == before != "high"
 
 
 def test_a_trainer_that_was_told_otherwise(toy: Toy) -> None:

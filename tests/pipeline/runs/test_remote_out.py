@@ -20,10 +20,11 @@ import s3fs
 import torch
 import yaml
 from cluster_jobs import Signals, apart
-from command_line import call
+from command_line import call, call_several, toy_values
 from drivetrain import Callback, CheckpointError, Checkpoints, DataError, PlanError, Profile, RunView, strategies
 from drivetrain.common.storage import addresses as sources
 from drivetrain.pipeline import TrainingInterrupted, TrainingPreempted, export, load_run
+from drivetrain.pipeline.apps.cli.training import _end_reported
 from drivetrain.pipeline.runs.checkpoints.remote import RemoteRun, opened
 from object_store import SECRET, Store, object_store
 from PIL import Image
@@ -98,6 +99,38 @@ def test_a_new_run_replaces_the_old_one(toy: Toy, tmp_path: Path, capsys: pytest
     assert f"{out} held a run of 2 epochs; it is replaced" in capsys.readouterr().out
     assert len(json.loads((tmp_path / "store/history.json").read_text())["epochs"]) == 1
     assert not list((tmp_path / "store").rglob("state.json"))
+
+
+GOES = """
+import shutil
+from pathlib import Path
+from drivetrain import Callback, DataError
+
+class Goes(Callback):
+    def on_step_end(self, view):
+        store = Path("store")
+        shutil.rmtree(store)
+        store.touch()  # so that nothing can be written there
+        raise DataError("The data is damaged.")
+"""
+
+
+def test_the_command_line_has_where_results_are_that_could_not_be_uploaded(
+    toy: Toy, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("goes.py").write_text(GOES)
+    out, goes = f"file://{tmp_path}/store", '{"name": "goes:Goes"}'
+    command = ["train", "cifar10-quickstart", *toy_values(toy), "--out", out, "--callback", goes, "--quiet"]
+    (end,) = call_several(command)
+    (kept,) = (cache / "runs").iterdir()
+    assert end.line.startswith("DataError: The data is damaged. Not all results could be uploaded; they are in ")
+    assert f"{kept}. {out} cannot be written: " in end.line
+    preempted = TrainingPreempted("SIGTERM")
+    preempted.add_note(f"They are in {kept}.")
+    with pytest.raises(TrainingPreempted), _end_reported(out, quiet=False):
+        raise preempted
+    assert f"They are in {kept}." in capsys.readouterr().err
 
 
 @pytest.mark.process

@@ -5,6 +5,8 @@ import re
 import time
 from pathlib import Path
 
+import pytest
+from drivetrain.pipeline.runs.analysis.watch import look
 from drivetrain.pipeline.telemetry.loggers import PrometheusLogger
 from pipeline_data import BATCH, TRAIN, Toy
 
@@ -48,6 +50,19 @@ def test_a_new_run_has_no_values_of_the_one_before(toy: Toy, tmp_path: Path) -> 
     toy.pipeline().fit(epochs=1, out=tmp_path, logger="prometheus", progress=False)
     toy.pipeline().fit(epochs=1, out=tmp_path, progress=False)
     assert not (tmp_path / "metrics.prom").exists()
+
+
+def test_a_run_that_continues_without_gauges_has_none_of_before(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`drivetrain watch` would show the step and the loss of where it was left."""
+    monkeypatch.setenv("DRIVETRAIN_DATA", str(tmp_path / "cache"))
+    out = f"file://{tmp_path}/store"
+    toy.pipeline().fit(epochs=1, out=out, logger="prometheus", progress=False)
+    assert "step" in look(out).newest
+    toy.pipeline().fit(epochs=2, out=out, resume="auto", progress=False)
+    state = look(out)
+    assert (state.summary.epochs, state.newest) == (2, {})
 
 
 def test_any_folder_name_and_value_can_be_written(tmp_path: Path) -> None:

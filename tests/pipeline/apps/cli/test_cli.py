@@ -240,6 +240,13 @@ def test_convert(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("*.beton")) == ["out.beton", "skipped.beton"]
 
 
+def test_a_file_of_another_kind_is_refused_before_any_work(tmp_path: Path) -> None:
+    """Not even the run is looked for."""
+    none = str(tmp_path / "none")
+    assert "worst.txt must end in .json, .png, .svg or .pdf." in call("errors", none, "--out", "worst.txt").line
+    assert "curves.json must end in .png, .svg or .pdf." in call("compare", none, "--out", "curves.json").line
+
+
 @pytest.mark.process
 def test_train_writes_its_results(toy: Toy, tmp_path: Path) -> None:
     """Without the seconds of torchmetrics, of what that imports, and of FFCV."""
@@ -397,6 +404,14 @@ def test_the_options_of_fit_are_flags(toy: Toy, tmp_path: Path) -> None:
 def test_every_option_of_fit_can_be_set() -> None:
     flags = {*parsed("train", "baseline")} | {"epochs", "progress", "checkpoints", "stop_on"}
     assert set(options_of(FitConfig)) <= flags
+
+
+def test_null_and_false_replace_the_recipes_options_of_fit_or_are_refused(toy: Toy, tmp_path: Path) -> None:
+    none = str(tmp_path / "none.safetensors")
+    command = ["train", "cifar10-quickstart", *toy_values(toy)[:-2], "val=null", "eval_every_steps=3"]
+    assert "log_every=False must be a positive integer" in call(*command, "--log-every", "false").line
+    assert "(eval_every_steps=3) needs validation data" in call(*command, "--init-from", none).line
+    assert none in call(*command, "--eval-every-steps", "null", "--init-from", none).line  # which is looked for later
 
 
 ADVISE = ["--image-size", "32", "--seconds", "0.8", "--workers", "1", "--quiet"]

@@ -5,11 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from command_line import call, toy_values
+from command_line import call, call_several, toy_values
 from drivetrain.common.terminal import SHOWN
 from drivetrain.loaders import convert, verify
 from drivetrain.pipeline import Pipeline
+from drivetrain.pipeline.apps.cli.training import _better
 from drivetrain.pipeline.recipes.table import recipe_table
+from drivetrain.pipeline.telemetry.history import Epoch, Evaluation, History
 from drivetrain.transforms import ColOut, CutMix, MixUp, Report
 from loader_pictures import jpeg_bytes, picture
 from pipeline_data import Toy
@@ -114,6 +116,20 @@ def test_train_prints_only_its_result(toy: Toy, tmp_path: Path) -> None:
     assert "NothingChanged: " in call(*warned).err
     assert call(*warned, "--quiet").err == ""
     assert "DataError" in call("convert", str(tmp_path / "nowhere"), str(tmp_path / "x.beton"), "--quiet").line
+
+
+def test_the_result_of_a_run_that_was_stopped_within_an_epoch(toy: Toy) -> None:
+    """How long its weights were trained; and an epoch is named only if it was better than they are."""
+    stopping = '{"name": "EarlyStopping", "monitor": "top1", "patience": 1, "min_delta": 1}'
+    options = ["--eval-every-steps", "1", "--callback", stopping, "--quiet"]
+    (stopped,) = call_several(["train", "cifar10-quickstart", *toy_values(toy), *options])
+    assert (stopped.code, stopped.out.count("\n")) == (0, 1), stopped
+    assert stopped.out.endswith(" after 0 epochs and 2 steps\n")
+    shares = (0.5, 0.4)
+    epochs = [Epoch(number, 1.0, 1.0, {"top1": share}, 9, 0.1, 1, 0.1) for number, share in enumerate(shares, 1)]
+    for share, text in ((0.3, "; best: top1 0.5 after epoch 1"), (0.5, ""), (0.7, "")):
+        assert _better(History(epochs, {}, [Evaluation(3, 10, 1.0, {"top1": share})])) == text
+    assert _better(History(epochs)) == "; best: top1 0.5 after epoch 1"
 
 
 @pytest.mark.parametrize("width", [80, 110])

@@ -12,9 +12,10 @@ from command_line import call
 from drivetrain import CheckpointError, ExportError, MissingExtra
 from drivetrain.pipeline import Exported, FitResult, export
 from drivetrain.pipeline.apps.exports.card import CARD
+from drivetrain.pipeline.apps.exports.export import _images
 from drivetrain.pipeline.describe.inputs import Inputs
 from drivetrain.transforms import EMA, BlurPool, ChannelsLast
-from pipeline_data import CLASSES, SIDE, Toy, batch_norm_model
+from pipeline_data import CLASSES, SIDE, Toy, batch_norm_model, write_toy
 from safetensors import safe_open
 
 pytestmark = pytest.mark.long
@@ -108,6 +109,14 @@ def own(toy: Toy, folder: Path, model: Any) -> Path:
     """A run of a model that is already built, which its recipe cannot name."""
     toy.pipeline(model()).fit(epochs=1, out=folder, progress=False)
     return folder
+
+
+def test_a_program_can_be_compared_on_one_image(tmp_path: Path) -> None:
+    one = write_toy(tmp_path / "one.beton", 1, seed=3)
+    images, about = _images(Inputs(SIDE, 1.0, (0.5,) * 3, (0.2,) * 3), {}, one)
+    assert about == "1 image of one.beton"
+    assert images.shape == (2, 3, SIDE, SIDE)
+    assert images[0].equal(images[1])
 
 
 def test_a_factory_can_be_given(toy: Toy, tmp_path: Path) -> None:
