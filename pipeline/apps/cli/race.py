@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -52,7 +53,7 @@ def race(
     drivetrain race cifar10-quickstart --target 0.8 --out races/quickstart
     drivetrain race cifar10-quickstart --target 0.8 --against plain --against "batch_size=512 compile=true"
     """
-    variants = {text: text.split() for text in against or (PLAIN,)}
+    variants = {text: _words(text) for text in against or (PLAIN,)}
     if [NONE] in variants.values():
         if len(variants) > 1:
             raise PlanError(f"--against {NONE} excludes {' and '.join({*variants} - {NONE})}. Remove one of them.")
@@ -85,6 +86,11 @@ def race(
     if out is not None and any(run.points for run in result.runs):
         with suppress(MissingExtra):
             result.save(out / "race.png")
+
+
+def _words(variant: str) -> list[str]:
+    """Split before each KEY=, so that values and files may contain spaces, as JSON does."""
+    return re.split(r"\s+(?=[\w.]+=)", variant.strip()) if variant.strip() else []
 
 
 def _recipe_of(words: Sequence[str], recipe: str, overrides: Sequence[str]) -> tuple[str, Sequence[str]]:

@@ -319,7 +319,7 @@ def test_invalid_options_leave_no_folder(toy: Toy, tmp_path: Path) -> None:
 def test_the_command_races_a_recipe_against_others(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "150")  # no name is wrapped
     out, values = tmp_path / "race", toy_values(toy)
-    against = "optimizer.lr=0.01 batch_size=16"
+    against = 'optimizer={"name": "sgd", "lr": 0.01} batch_size=16'
     command = ["race", "cifar10-quickstart", *values, "--target", "0.2", "--seeds", "1", "--out", str(out)]
     printed = done(*command, "--against", against)
     race = RaceResult.load(out / "race.json")
