@@ -27,6 +27,7 @@ from ..common.options.config import (
     Positive,
     Seed,
     Within,
+    either,
     options_of,
 )
 from ..common.storage.addresses import PATIENCE
@@ -44,6 +45,8 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 EVAL_RATIO = 224 / 256
 PER_VIEW = object()  # a mark: groups of views may differ in the option
 RGB_ONLY = object()  # a mark: in training, for RGB with 8 bits, and not in FFCV's own loader; off by default
+_OF_CROP = {"scale": "resized", "ratio": "resized", "padding": "padded", "padding_mode": "padded"}
+"""Maps each option that only one crop uses to that crop."""
 SIZE = Kind(lambda value: is_size(usual_size(value)), "a positive integer, or two: height and width")
 POLICY = Kind(lambda value: isinstance(value, Mapping), "a dict with a name")
 CHANNEL_VALUES = Kind(
@@ -208,6 +211,7 @@ class LoaderOptions(ReadOptions, ImageOptions):
         self._check_pixels()
         self._check_fields()
         self._check_views()
+        self._check_use()
         self._require("pad_last", not (self.pad_last and self.drop_last), "False if drop_last is True")
         most = self.world_size - 1
         self._require("rank", 0 <= self.rank <= most, f"from 0 to world_size - 1 = {most}")
@@ -242,16 +246,12 @@ class LoaderOptions(ReadOptions, ImageOptions):
         self._require("ratio", 0 < low <= high, "two aspect ratios, 0 < low ≤ high")
         if self.shifts:
             self._require("padding", 0 <= self.padding < min(self.size), "from 0 to less than image_size pixels")
-        self._require("cutout", 0 <= self.cutout <= min(self.size), "a side from 0 to image_size pixels")
+        if self.train:  # evaluation, perhaps of smaller images, cuts nothing out
+            self._require("cutout", 0 <= self.cutout <= min(self.size), "a side from 0 to image_size pixels")
         if self.eval_crop != "center" and self.eval_ratio != EVAL_RATIO:
             raise DataError(
                 f"eval_crop={self.eval_crop!r} takes the full image, but eval_ratio={self.eval_ratio!r} is the size of "
                 f"a central crop. Leave eval_ratio at {EVAL_RATIO}, or use eval_crop='center'."
-            )
-        if self.padding_mode != "reflect" and self.crop != "padded":
-            raise DataError(
-                f"padding_mode={self.padding_mode!r} is of crop='padded', but crop={self.crop!r} does not pad. Leave "
-                "padding_mode out, or use crop='padded'."
             )
 
     def _check_pixels(self) -> None:
@@ -286,6 +286,19 @@ class LoaderOptions(ReadOptions, ImageOptions):
             for _, own in self.groups:  # each has the options of a loader, which are checked
                 own._require("flip", not own.alternates, "True or False with several views per image")
 
+    def _check_use(self) -> None:
+        """Reject options of a crop that no view has: they would change nothing."""
+        groups: Sequence[Mapping[str, Any]] = ({},) if isinstance(self.views, int) else self.views
+        crops = [group.get("crop", self.crop) for group in groups]
+        for name, crop in _OF_CROP.items():
+            value, default = getattr(self, name), options_of(LoaderOptions)[name].default
+            if value != default and crop not in crops:
+                own = either([f"crop={each!r}" for each in dict.fromkeys(map(str, crops))])
+                raise DataError(
+                    f"{name}={value!r} is of crop={crop!r}, but {own} does not use it. Leave {name} at {default!r}, or "
+                    f"use crop={crop!r}."
+                )
+
     @property
     def size(self) -> tuple[int, int]:
         return height_width(self.image_size)
@@ -312,9 +325,13 @@ class LoaderOptions(ReadOptions, ImageOptions):
             return ((1, self),)
         if isinstance(self.views, int):
             return ((self.views, self),)
+        known = options_of(LoaderOptions)
         made = []
         for group in self.views:
-            own = {"views": 1, **group}
+            crop = group.get("crop", self.crop)
+            # What all views have of another crop does not matter to this group.
+            unused = {name: known[name].default for name, other in _OF_CROP.items() if other != crop}
+            own = {"views": 1, **unused, **group}
             count = own.pop("count", 1)
             made.append((count, dataclasses.replace(self, **own)))
         return tuple(made)

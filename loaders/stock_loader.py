@@ -114,6 +114,10 @@ class StockFFCVLoader(EpochLoader):
             {"batch_size": self.settings.batch_size, "image_size": self.settings.image_size, "policy": policy}
         )
 
+    def _change(self, changed: LoaderOptions) -> None:
+        _require_available(changed)
+        super()._change(changed)
+
     def _prepare(self) -> None:
         self.memory = self._check_memory()
         # FFCV reads it at the start of each epoch, and does not compile again.
@@ -303,6 +307,11 @@ def _epoch_class() -> Any:
 def stock_options(given: LoaderKeywords) -> LoaderOptions:
     """Return the checked options of FFCV's own loader; raise DataError for one that it does not have."""
     made = LoaderOptions.here({"interpolation": "area", **given})
+    _require_available(made)
+    return made
+
+
+def _require_available(made: LoaderOptions) -> None:
     train, square = made.train, "Use one side, because FFCV evaluates on central squares"
     refused = (
         ("interpolation", made.interpolation != "area", "Leave it out, because FFCV resizes by area"),
@@ -321,7 +330,6 @@ def stock_options(given: LoaderKeywords) -> LoaderOptions:
         if wrong:
             value = getattr(made, name)
             raise DataError(f"{name}={value!r} is not available in FFCV's own loader. {remedy}, or {_OURS}.")
-    return made
 
 
 def check_stock_source(source: Source) -> None:

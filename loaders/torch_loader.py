@@ -109,6 +109,8 @@ class TorchLoader(EpochLoader):
         return targets if change is None else np.asarray([change(target) for target in targets.tolist()])
 
     def _prepare(self) -> None:
+        if self.beton is not None:  # a policy that was set may move pixels
+            check_motion(moving_fields(self.beton, self.settings), self.settings)
         set_transform(self.dataset, make_transform(self.settings, self.depth))
 
     def _loaded(self, epoch: int, start: int) -> Generator[Batch, None, None]:
@@ -296,7 +298,7 @@ def _collated(samples: list[Any]) -> Any:
             return sample
     try:
         with _on_the_host():
-            return default_collate(samples)
+            batch = default_collate(samples)
     except Exception as error:  # of several types, depending on the data set
         if is_exhaustion(error):
             return exhaustion(error, f"memory for a batch of {len(samples)} samples")
@@ -304,6 +306,12 @@ def _collated(samples: list[Any]) -> Any:
             f"The samples cannot be collated into a batch: {_describe_error(error)}. Each must be an image and a "
             "label, a number or an array, all of the same shape."
         )
+    if isinstance(batch, list | tuple) and len(batch) == 2 and isinstance(batch[1], torch.Tensor):
+        return batch
+    first, what = samples[0], type(samples[0]).__name__
+    if isinstance(first, list | tuple):
+        what = f"({', '.join(type(each).__name__ for each in first)})"
+    return DataError(f"A sample of the data set is {what}. Each must be an image and a label, a number or an array.")
 
 
 def _why_not_sent(dataset: Any) -> str:

@@ -134,7 +134,8 @@ def convert(
     if engine not in ENGINES:
         raise DataError(f"engine={engine!r} must be {', '.join(map(repr, ENGINES))}.")
     if engine == "threads":
-        if found := [place for place in (source, str(out)) if is_address(place)]:
+        sources = source if isinstance(source, list | tuple) else (source,)
+        if found := [place for place in (*sources, str(out)) if is_address(place)]:
             raise DataError(
                 f"{found[0]} is an address. engine='shards' (--engine shards) reads .tar shards from addresses, and "
                 "writes files to them; or copy it to this machine."

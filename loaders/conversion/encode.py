@@ -70,7 +70,20 @@ class Encoding:
             raise DataError(f"smart_threshold={self.smart_threshold!r} must be a number of bytes, or None.")
         if not is_number(self.compress_probability, "[0, 1]"):
             raise DataError(f"compress_probability={self.compress_probability!r} must be in [0, 1].")
+        self._check_write_mode()
         self._check_mode()
+
+    def _check_write_mode(self) -> None:
+        for name, unset, mode in (("smart_threshold", None, "smart"), ("compress_probability", 0.5, "proportion")):
+            if (value := getattr(self, name)) != unset and self.write_mode != mode:
+                raise DataError(
+                    f"{name}={value!r} is of write_mode={mode!r}, but write_mode={self.write_mode!r} does not use it. "
+                    f"Leave it out, or use write_mode={mode!r}."
+                )
+        for name in ("optimize", "keep_bytes"):
+            if getattr(self, name) and self.write_mode == "raw":
+                wrong = f"{name}=True is for JPEGs, but write_mode='raw' stores pixels"
+                raise DataError(f"{wrong}. Leave one of the two out.")
 
     def _check_mode(self) -> None:
         if self.image_mode is not None and self.image_mode not in MODES:

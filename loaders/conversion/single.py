@@ -137,7 +137,13 @@ def convert_here(
         raise DataError(f"{out} stands for {len(outs)} files, but there are only {len(samples)} samples.")
     stored = first_fields(samples, choices.fields, choices.on_error, encoding)
     masks = stored[1].kind == STORED_AS["mask"]  # then a data set's own names may be those of something else
-    names = list(choices.classes or (() if masks else samples.classes))
+    floats = stored[1].kind == "float"
+    names = list(choices.classes or (() if masks or floats else samples.classes))
+    if choices.classes and floats:
+        raise DataError(
+            f"classes={names!r:.80} names class indices, but the labels are floats, which are targets. Make the labels "
+            "integers, or leave classes out."
+        )
     if choices.classes and stored[1].kind == "ndarray" and len(names) != stored[1].shape[0]:
         raise DataError(
             f"classes={names!r:.80} has {len(names)} names, but each label has {stored[1].shape[0]} values. Pass a "

@@ -294,6 +294,17 @@ def test_memory_for_the_place_is_counted(raws: Path) -> None:
         ),
         ({"eval_crop": "whole", "eval_ratio": 0.5, "train": False}, r"eval_crop='whole' .*eval_ratio=0\.5"),
         ({"padding_mode": "constant"}, "padding_mode='constant' .* crop='resized' .* use crop='padded'"),
+        ({"padding": 2}, "padding=2 is of crop='padded', but crop='resized' does not use it. Leave padding at 4,"),
+        (
+            {"crop": "whole", "scale": (0.5, 1.0)},
+            r"scale=\(0\.5, 1\.0\) is of crop='resized', but crop='whole' .* at \(0\.25, 1\.0\), or use crop='resized'",
+        ),
+        ({"crop": "padded", "ratio": (1, 1)}, r"ratio=\(1, 1\) is of crop='resized', but crop='padded' does not"),
+        (
+            {"scale": (0.5, 1.0), "views": [{"crop": "fit"}, {"crop": "random"}]},
+            "scale=.* is of crop='resized', but crop='fit' or crop='random' does not",
+        ),
+        ({"views": [{"crop": "whole", "padding": 3}]}, "padding=3 is of crop='padded', but crop='whole' does not"),
     ],
 )
 def test_settings_that_are_none(options: dict[str, Any], message: str) -> None:

@@ -62,6 +62,13 @@ def test_evaluation_pixels_are_those_of_area_bit_for_bit(photos: Path, evaluatio
     assert np.array_equal(evaluation.labels, ours.labels)
 
 
+def test_evaluation_stays_square(evaluation: StockFFCVLoader) -> None:
+    with pytest.raises(DataError, match=r"image_size=\(20, 32\) is not available .* FFCV evaluates on central squares"):
+        evaluation.set_image_size((20, 32))
+    assert evaluation.settings.image_size == 32
+    assert next(iter(evaluation))[0].shape == (4, 3, 32, 32)
+
+
 def assert_pixels(numbered: Path, training: StockFFCVLoader) -> None:
     """FFCV's table and our multiplication round differently: 1e-6 apart, of values up to 2.7."""
     with FFCVLoader(numbered, workers=1, **NUMBERED | {"train": False, "eval_ratio": 1.0}) as ours:

@@ -217,6 +217,34 @@ class Tensors(Awkward):
         return self.transform(self.images[index]), 0
 
 
+class Returning(Awkward):
+    """A data set whose samples are what a function makes of an image."""
+
+    def __init__(self, sample: Any) -> None:
+        self.sample = sample
+
+    def __getitem__(self, index: int) -> Any:
+        return self.sample(self.transform(Image.new("RGB", (16, 16))))
+
+
+@pytest.mark.parametrize(
+    ("sample", "what"),
+    [
+        (lambda image: (image, 0, "a.jpg"), r"\(Tensor, int, str\)"),
+        (lambda image: (image, "cat"), r"\(Tensor, str\)"),
+        (lambda image: (image, {"area": 3}), r"\(Tensor, dict\)"),
+        (lambda image: {"image": image, "label": 0}, "dict"),
+        (lambda image: image, "Tensor"),
+    ],
+)
+def test_samples_that_are_no_pairs_of_image_and_label(sample: Any, what: str) -> None:
+    with (
+        TorchLoader(Returning(sample), batch_size=2, image_size=16, workers=0) as loader,
+        pytest.raises(DataError, match=rf"^A sample of the data set is {what}\. Each must be an image and a label"),
+    ):
+        next(iter(loader))
+
+
 @pytest.mark.parametrize("crop", ["whole", "random"])
 def test_cutout_leaves_the_data_set_as_it_is(crop: str) -> None:
     data = Tensors()

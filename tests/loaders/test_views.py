@@ -8,6 +8,7 @@ import pytest
 import torch
 from drivetrain.common.errors import DataError
 from drivetrain.loaders import FFCVLoader, TorchLoader, open_beton
+from drivetrain.loaders.options import LoaderOptions
 from loader_pictures import jpeg_beton, raw_beton
 
 MULTI_CROP = (
@@ -111,6 +112,17 @@ def test_views_of_raw_images_shifted_and_resized(tmp_path: Path) -> None:
     stored = load(path, train=False, eval_ratio=1.0, **options)[0]
     assert torch.equal(shifted[:, 0], stored)
     assert resized.shape == (8, 2, 3, 6, 6)
+
+
+def test_a_group_of_another_crop_does_not_have_the_options_of_the_others() -> None:
+    """What all views have, only those of its crop use."""
+    made = LoaderOptions(
+        batch_size=1, image_size=16, crop="padded", padding=2, padding_mode="constant", scale=(0.3, 0.5),
+        views=[{}, {"crop": "resized"}, {"crop": "whole"}],
+    )  # fmt: skip
+    shifted, resized, whole = (own for _, own in made.groups)
+    assert (shifted.padding, shifted.padding_mode, resized.scale) == (2, "constant", (0.3, 0.5))
+    assert (resized.padding, whole.padding_mode, whole.scale) == (4, "reflect", (0.25, 1.0))
 
 
 def test_a_damaged_sample_is_replaced_in_all_views(tmp_path: Path) -> None:

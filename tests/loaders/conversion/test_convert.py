@@ -284,6 +284,14 @@ def test_manifest(tmp_path: Path) -> None:
         assert manifest["crc32"][index] == zlib.crc32(beton.stored(index) + int(label).to_bytes(8, "little"))
 
 
+def test_names_that_a_data_set_has_are_not_those_of_targets(tmp_path: Path) -> None:
+    class Named(list[Any]):
+        classes = ("ant", "bee")
+
+    beton, _ = converted(Named(zip(IMAGES, np.linspace(-1, 1, 7).tolist(), strict=True)), tmp_path)
+    assert (beton.classes, beton.num_classes) == ([], 1)
+
+
 def test_float_labels_are_targets(tmp_path: Path) -> None:
     beton, _ = converted((IMAGES, np.linspace(-1, 1, 7)), tmp_path)
     assert beton.labels.tolist() == np.linspace(-1, 1, 7).tolist()

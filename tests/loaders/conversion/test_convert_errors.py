@@ -140,6 +140,10 @@ def test_other_numbers_of_names_than_of_values(tmp_path: Path, names: str) -> No
     refused((IMAGES, np.eye(5)[LABELS]), tmp_path, words, classes=list(names))
 
 
+def test_targets_have_no_names(tmp_path: Path) -> None:
+    refused((IMAGES, LABELS / 2), tmp_path, "names class indices, but the labels are floats", classes=list("abcde"))
+
+
 def test_fewer_classes_than_labels(tmp_path: Path) -> None:
     refused((IMAGES, LABELS), tmp_path, "Sample [34] has the class index 4", classes=list("abcd"))
 
@@ -259,6 +263,16 @@ def test_picture_opened_lazily_and_cut(tmp_path: Path) -> None:
         ({"compress_probability": 1.5}, r"compress_probability=1.5 must be in \[0, 1\]"),
         ({"compress_probability": float("nan")}, "compress_probability=nan"),
         ({"compress_probability": "half"}, "compress_probability='half'"),
+        (
+            {"smart_threshold": 100},
+            "smart_threshold=100 is of write_mode='smart', but write_mode='auto' .* use write_mode='smart'",
+        ),
+        (
+            {"compress_probability": 0.3, "write_mode": "jpg"},
+            r"compress_probability=0\.3 is of write_mode='proportion', but write_mode='jpg' does not use it",
+        ),
+        ({"optimize": True, "write_mode": "raw"}, "optimize=True is for JPEGs, but write_mode='raw' stores pixels"),
+        ({"keep_bytes": True, "write_mode": "raw"}, "keep_bytes=True is for JPEGs"),
     ],
     ids=str,
 )

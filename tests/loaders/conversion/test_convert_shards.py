@@ -165,10 +165,11 @@ def test_shards_with_different_fields_are_named() -> None:
         ("in/{00..04}.tar", "out/{0..4}.beton", {}, "in/04.tar does not exist"),
         (IN, OUT, {"engine": "spark"}, "engine='spark' must be 'threads', 'shards', 'ray'"),
         ("s3://b/{00..03}.tar", OUT, {"engine": "threads"}, "s3://b.* is an address. engine='shards'"),
+        (["s3://b/00.tar", "s3://b/01.tar"], OUT, {"engine": "threads"}, "s3://b/00.tar is an address. engine="),
         (IN, "s3://b/{00..03}.beton", {"engine": "threads"}, "s3://b.* is an address"),
     ],
 )
-def test_bad_arguments(source: str, out: str, options: dict[str, Any], message: str) -> None:
+def test_bad_arguments(source: Any, out: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         convert(source, out, **{"engine": "shards", "progress": False, **options})
     assert not list(Path("out").iterdir())

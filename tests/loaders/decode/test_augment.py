@@ -73,6 +73,12 @@ def test_colors_change_and_only_when_asked(kind: Any, photos: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", LOADERS)
+def test_images_of_evaluation_may_be_smaller_than_what_is_cut_out_in_training(kind: Any, photos: Path) -> None:
+    evaluated = load(kind, photos, train=False)
+    assert torch.equal(evaluated, load(kind, photos, train=False, cutout=SIDE + 1))
+
+
+@pytest.mark.parametrize("kind", LOADERS)
 def test_cutout_is_one_square_of_the_mean_color_anywhere_inside(kind: Any, gray: Path) -> None:
     images = load(kind, gray, cutout=6, mean=(0.1, 0.5, 0.9), seed=5)
     painted = (images != 100).any(1)

@@ -246,6 +246,15 @@ def test_three_augment_moves_no_mask(kind: Any, file: Path) -> None:
     assert not torch.equal(images, others)
 
 
+@pytest.mark.parametrize("kind", [FFCVLoader, TorchLoader])
+def test_a_policy_that_is_set_later_moves_no_pixels_either(kind: Any, file: Path) -> None:
+    with kind(file, batch_size=2, image_size=24, workers=int(kind is FFCVLoader)) as loader:
+        with pytest.raises(DataError, match=r"do not follow policy=.*rand_augment.* Leave the policy out"):
+            loader.set_policy({"name": "rand_augment"})
+        assert loader.settings.policy is None
+        assert next(iter(loader))[1].shape == (2, 24, 24)
+
+
 def test_operations_of_ffcv_are_refused(file: Path) -> None:
     with pytest.raises(DataError, match="do not follow FFCV's operations"):
         FFCVLoader(file, batch_size=2, image_size=24, operations=[object()])

@@ -156,7 +156,10 @@ def test_a_recipe_takes_it(toy: Toy) -> None:
 @pytest.mark.parametrize(
     ("load", "message"),
     [
-        ({"crop": "padded"}, "crop='padded' is not available in FFCV's own loader"),
+        (
+            {"crop": "padded", "scale": (0.25, 1), "ratio": (3 / 4, 4 / 3)},
+            "crop='padded' is not available in FFCV's own loader",
+        ),
         ({"color_jitter": (0.1, 0, 0)}, "color_jitter="),
         ({"verify": True}, "verify=True"),
     ],
