@@ -37,8 +37,8 @@ def pick_device(device: str | None, local_rank: int | None = 0) -> torch.device:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         named = torch.device(device)
-    except RuntimeError as error:
-        raise StrategyError(f"device={device!r} is not a torch device. Use 'cpu' or 'cuda'.") from error
+    except (RuntimeError, TypeError) as error:  # of a text, of another object
+        raise StrategyError(f"device={device!r:.80} is not a torch device. Use 'cpu' or 'cuda'.") from error
     if named.type not in ("cpu", "cuda"):
         raise StrategyError(f"device={device!r} is not supported. Use 'cpu' or 'cuda'.")
     if named.type == "cpu":

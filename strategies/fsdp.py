@@ -115,8 +115,8 @@ class FSDP:
     afterwards (many re-initialize their convolutions) are not repeated: load weights, or build it on the CPU. A
     pipeline also takes modules without `reset_parameters`, if a checkpoint or `init_from` has their weights.
 
-    With `compile` each unit is compiled separately; modules outside of units are not compiled. Without a process group
-    there is nothing to shard, and it trains like `single`.
+    With `compile` each unit is compiled separately; modules outside of units are not compiled, and a model without any
+    is refused. Without a process group there is nothing to shard, and it trains like `single`.
 
     Args:
         device: `"cpu"` (gloo) or `"cuda"` (NCCL). Default None: CUDA if available, else the CPU.
@@ -177,6 +177,12 @@ class FSDP:
             meta.materialise_units(model, chosen, device)
             model = put_on(model, device, options)
             return LocalEngine(model, build_optimizer(model, optimizer_factory), device, options)
+        if options.compile and not chosen:
+            raise StrategyError(
+                f"strategy {self.name!r}: compile={options.compile!r} compiles the units that are gathered, but "
+                f"{type(model).__name__} has none. Pass wrap=… with the modules to gather, leave compile out, or use "
+                f"'ddp'."
+            )
         self._shard(model, chosen, device, options)
         return FSDPEngine(model, build_optimizer(model, optimizer_factory), device, options)
 

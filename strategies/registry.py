@@ -286,16 +286,20 @@ def available() -> StrategyTable:
 def _row(name: str) -> StrategyRow:
     try:
         strategy = get(name)
-    except DrivetrainError as error:  # a package that cannot be imported, or an option without a default
+    except Exception as error:  # a package that cannot be imported, or an option without a default; or others' code
         summary = getattr(REGISTERED.get(name), "summary", "")
         known = summary if isinstance(summary, str) and summary else "of an installed package"
-        return StrategyRow(name, known, False, str(error))
+        return StrategyRow(name, known, False, _reason(error))
     summary, extra = _summary(name, strategy), getattr(strategy, "extra", "")
     try:
         strategy.check(devices=1)
-    except DrivetrainError as error:
-        return StrategyRow(name, summary, False, str(error), extra)
+    except Exception as error:
+        return StrategyRow(name, summary, False, _reason(error), extra)
     return StrategyRow(name, summary, True, "", extra)
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, DrivetrainError) else f"it raised {type(error).__name__}: {error}"
 
 
 def _summary(name: str, strategy: Strategy) -> str:

@@ -62,16 +62,17 @@ def resolve(spec: PipelineSpec, *, files: bool = True, precision: strategies.Pre
     """Check a full pipeline and decide what follows; nothing is loaded or started. `files`: whether to read their
     headers; the number of classes, if it is "auto", is read in any case. `precision`: what "auto" means in a run that
     resumes; None: what the device computes natively."""
-    how, why = take_precision(spec.distributed, precision)
+    how = spec.distributed
+    strategy = strategies.get(how.strategy, **how.options)
+    strategy.check(how.ranks)  # first: the precision of "auto" depends on the device, which must be there
+    how, why = take_precision(how, precision)
     if why:
         spec = spec.replace(distribution=how)
     data = spec.data
     if data is None:
         raise PlanError("The pipeline has no data. Add .load('train.beton', 'val.beton', batch_size=…, image_size=…).")
     spec, classes = take_classes(spec, data)
-    strategy = strategies.get(how.strategy, **how.options)
     devices = how.ranks
-    strategy.check(devices)
     check_divides(data.batch_size, devices, how.accumulate)
     transforms = sort_transforms(spec.transforms)
     settings = train_settings(data, transforms)

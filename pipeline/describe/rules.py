@@ -19,6 +19,8 @@ state: every rank has full weights and gradients, so transforms of these work.""
 
 
 SHARDS_THE_STATE = ("zero_redundancy", "fairscale_oss")
+MIGHT_BE_CHOSEN = ("ddp", "fsdp")
+"""Families of what `auto` chooses on several devices."""
 
 
 def family(strategy: str) -> str:
@@ -50,19 +52,22 @@ def check_epochs(spec: PipelineSpec, epochs: int) -> None:
 def _unsafe_strategies(spec: PipelineSpec) -> None:
     how = spec.distributed
     strategy = strategies.get(how.strategy, **how.options).name  # "deepspeed" does not specify the stage
+    chosen = MIGHT_BE_CHOSEN if family(strategy) == "auto" and how.ranks > 1 else (strategy,)
     for transform in spec.transforms:
-        unsafe = any(belongs(strategy, each) for each in transform.unsafe_with)
-        if unsafe and transform.kind == "algorithm":
+        unsafe = [one for one in chosen if any(belongs(one, each) for each in transform.unsafe_with)]
+        if not unsafe:
+            continue
+        which = f"{unsafe[0]!r}{f', which {strategy!r} might choose,' * (unsafe[0] != strategy)}"
+        if transform.kind == "algorithm":
             raise PlanError(
-                f"{transform} runs when the strategy {strategy!r} has sharded weights or gradients, and is not "
-                f"declared safe there. Declare it, if it is: from_composer(…, safe_with={family(strategy)!r}); or "
-                "distribute with 'single' or 'ddp'."
+                f"{transform} runs when the strategy {which} has sharded weights or gradients, and is not declared "
+                f"safe there. Declare it, if it is: from_composer(…, safe_with={family(unsafe[0])!r}); or distribute "
+                "with 'single' or 'ddp'."
             )
-        if unsafe:
-            raise PlanError(
-                f"{_name(transform)} does not work with the strategy {strategy!r} (see its documentation). Leave "
-                "it out, or distribute with 'single' or 'ddp'."
-            )
+        raise PlanError(
+            f"{_name(transform)} does not work with the strategy {which} (see its documentation). Leave it out, or "
+            "distribute with 'single' or 'ddp'."
+        )
 
 
 def _unused_parameters(spec: PipelineSpec) -> None:

@@ -161,7 +161,8 @@ def train_epoch(
     start = perf_counter() - meter.seconds - meter.evaluation_s
     earlier, own = meter.images, 0
     even = isinstance(batches, EpochLoader) and batches.settings.train  # in evaluation, the last batch may be uneven
-    equal = hooks.equal_shares or (even and not hooks.may_change_batches)
+    # A loader may be another one than that with which the run has begun.
+    equal = even and not hooks.may_change_batches if isinstance(batches, EpochLoader) else hooks.equal_shares
     mean = mean_of(loss)
     with current_device(engine.device):
         for call in moments.on_epoch_start:

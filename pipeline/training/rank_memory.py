@@ -18,7 +18,8 @@ def memory_steps(plan: ResolvedPlan) -> tuple[Step, ...]:
     """Return a row for a strategy that shards parameters, of the model on the meta device; none for a model that cannot
     be built there."""
     how = plan.distribution
-    if how.ranks == 1 or not shards_parameters(how.name):
+    strategy: Any = plan.strategy
+    if how.ranks == 1 or not shards_parameters(strategy.name):  # "deepspeed" does not name the stage
         return ()
     try:
         model, stays = build_on_meta(plan.spec, plan.transforms)
@@ -27,13 +28,14 @@ def memory_steps(plan: ResolvedPlan) -> tuple[Step, ...]:
         return ()
     whole = 4 * sum(one.numel() for one in model.parameters())
     trained = 4 * sum(one.numel() for one in model.parameters() if one.requires_grad)
-    strategy: Any = plan.strategy
     ranks = strategy.shards(how.ranks) if hasattr(strategy, "shards") else how.ranks
     state = round(trained / 4 * of_state)
-    own = rank_bytes(how.name, ranks, whole, trained, state)
+    own = list(rank_bytes(strategy.name, ranks, whole, trained, state))
     gathered = 0
     if hasattr(strategy, "gathered_bytes"):
         gathered = strategy.gathered_bytes(model, how.step_options["precision"])
+        if how.accumulate > 1:  # FSDP2 reduces gradients with the last microbatch; until then, a rank's own are full
+            own[1] = trained
     beside = f", and up to {_gb(gathered)} gathered for a while" if gathered else ""
     return (
         Step(

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from ...common.checks import is_number
+from ...common.checks import is_number, plain
 from ...common.errors import PlanError
 from ..optim.config import OptimizerConfig
 from ..optim.schedules import label, refuse_plateau
@@ -45,6 +45,8 @@ class Schedule:
         for group, peak, last in zip(self._optimizer.param_groups, self._peaks, self._last, strict=False):
             if group["lr"] is last:
                 group["lr"] = peak
+        if self._scheduler is not None:
+            self._scheduler.remove_own()
 
 
 def torch_scheduler(
@@ -97,8 +99,9 @@ class _TorchScheduler:
         self._scheduler: LRScheduler | None = None
         self._rates: list[Any] = []
         self._step = -1
+        self._reset()  # a copy of a learning rate that is a tensor, which torch writes in place
         self._create()  # to fail now, before training
-        self._set(self._initial)
+        self._reset()
         self._scheduler = None
 
     def rates(self, step: int) -> list[Any]:
@@ -111,7 +114,7 @@ class _TorchScheduler:
     def _replay(self, step: int) -> None:
         """Hyperparameters that the scheduler does not change keep their current values."""
         current = self._values()
-        self._set(self._initial)
+        self._reset()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that this optimizer has not stepped
             self._create()
@@ -140,7 +143,7 @@ class _TorchScheduler:
         self._record()
 
     def _record(self) -> None:
-        self._rates = [group["lr"] for group in self._optimizer.param_groups]
+        self._rates = [plain(group["lr"]) for group in self._optimizer.param_groups]  # NumPy's are no floats
         for rate in self._rates:
             value = rate.item() if isinstance(rate, torch.Tensor) else rate
             if not is_number(value, "[0, inf)"):
@@ -151,10 +154,19 @@ class _TorchScheduler:
 
     def _values(self) -> list[dict[str, Any]]:
         groups = self._optimizer.param_groups
-        return [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        return [{key: _copied(value) for key, value in group.items() if key != "params"} for group in groups]
 
-    def _set(self, values: list[dict[str, Any]]) -> None:
-        for group, own in zip(self._optimizer.param_groups, values, strict=True):
+    def _reset(self) -> None:
+        self.remove_own()
+        for group, own in zip(self._optimizer.param_groups, self._initial, strict=True):
+            group.update({key: _copied(value) for key, value in own.items()})
+
+    def remove_own(self) -> None:
+        """Remove what schedulers add to the groups: the next one would begin with the `initial_lr` that it finds."""
+        for group, own in zip(self._optimizer.param_groups, self._initial, strict=False):
             for key in [key for key in group if key not in own and key != "params"]:
                 del group[key]
-            group.update(own)
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

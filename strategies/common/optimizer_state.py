@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...common.checks import plain
 from ...common.errors import StrategyError
 
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
@@ -76,6 +77,7 @@ def _plain(key: str, value: Any) -> Any:
         return value.item()  # a learning rate that compiled or captured code reads
     if isinstance(value, tuple | list):
         return [_plain(key, each) for each in value]
+    value = plain(value)  # NumPy's numbers, which an optimizer takes
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise StrategyError(

@@ -174,6 +174,13 @@ def recompute_activations(model: nn.Module, module_filter: ModuleFilter) -> tupl
     for name, module in choose(module_filter, model, "activation_checkpointing").items():
         if not any(name.startswith(f"{outer}.") or outer == "" for outer in outermost):
             outermost[name] = module
+    for name, module in outermost.items():
+        if "forward" in vars(module):
+            raise StrategyError(
+                f"activation_checkpointing: the forward of {name or 'the model'}, a {type(module).__name__}, was "
+                f"replaced on the instance, as by torch.compile, so it would not run again in the backward. Define it "
+                f"in a class, or select other modules."
+            )
     for module in outermost.values():
         if not isinstance(module, _Recomputed):
             module.__class__ = _recomputed(type(module))  # type: ignore[arg-type]

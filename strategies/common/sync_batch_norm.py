@@ -37,6 +37,12 @@ def sync_batch_norms(model: nn.Module) -> tuple[str, ...]:
                 f"prepare: sync_batchnorm=True computes statistics over the global batch, but {name or 'the model'} is "
                 f"a {type(layer).__name__}, which computes them over small groups of it. Leave one of the two out."
             )
+        if "forward" in vars(layer):  # the new class would have no effect
+            raise StrategyError(
+                f"prepare: sync_batchnorm=True changes the class of BatchNorm layers, but the forward of "
+                f"{name or 'the model'} was replaced on the instance. Define it in a class, or leave "
+                f"sync_batchnorm out."
+            )
     for layer in layers.values():
         layer.__class__ = _synced(type(layer))  # type: ignore[arg-type]
     return tuple(layers)

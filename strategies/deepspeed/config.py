@@ -22,6 +22,8 @@ NOT_YOURS = {
     "amp": "precision='fp32' or 'bf16' sets the precision",
 }
 """Keys of the configuration that only Drivetrain sets, and the option to use instead."""
+SWITCHED_ON = ("fp16", "bf16", "torch_autocast", "amp")
+"""Those that DeepSpeed ignores without `"enabled": true`."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def _offload_of(section: Config, stage: int) -> tuple[str | None, str | None]:
 def make_config(zero: Zero, options: Options, theirs: Config, name: str) -> dict[str, Any]:
     for key, who in NOT_YOURS.items():
         present = theirs.get(key)
-        off = isinstance(present, Mapping) and present.get("enabled") is False
+        off = isinstance(present, Mapping) and not present.get("enabled", key not in SWITCHED_ON)
         if present is not None and not off:
             raise StrategyError(
                 f"strategy {name!r}: config[{key!r}] cannot be set, because {who}. Remove it, or set it to 'auto'."

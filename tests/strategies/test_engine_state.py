@@ -1,7 +1,9 @@
 """State exported by one engine can be imported by any other: the next losses are those of an uninterrupted run."""
 
+import json
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from drivetrain import strategies
@@ -134,6 +136,16 @@ def test_state_of_another_model_is_refused(alone: dict[tuple[str, str], Exported
         engine.import_state({**given.state, "head.weight": torch.zeros(2, 2)})
     with pytest.raises(StrategyError, match=r"groups of .* parameters"):
         engine.import_optimizer(OptimizerState(given.optimizer.groups[:1]))
+
+
+def test_hyperparameters_of_numpy_are_saved() -> None:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=np.float32(0.5), weight_decay=np.int64(0))
+
+    model = torch.nn.Linear(2, 1)
+    (group,) = strategies.get("single", device="cpu").prepare(model, make).export_optimizer().groups
+    assert json.loads(json.dumps(group)) == group
+    assert (group["lr"], group["weight_decay"]) == (0.5, 0)
 
 
 @pytest.mark.slow

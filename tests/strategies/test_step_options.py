@@ -134,6 +134,15 @@ def test_a_model_without_blocks_is_refused() -> None:
         recompute_activations(nn.Sequential(nn.Linear(2, 2)), True)
 
 
+def test_a_forward_on_the_instance_is_refused() -> None:
+    """It would have run as before, and kept all activations."""
+    model = net()
+    model[2].forward = model[2].forward
+    with pytest.raises(StrategyError, match="the forward of 2, a Block, was replaced on the instance"):
+        recompute_activations(model, True)
+    assert type(model[1]) is Block
+
+
 @pytest.fixture(scope="module")
 def runs() -> dict[str, Any]:
     """What rank 0 of two found in all cases; they are started once."""
@@ -194,10 +203,10 @@ def layers() -> nn.Module:
 
 
 def compiled_and_not() -> dict[str, list[Run]]:
-    """Under each strategy a model that compiles in seconds, compiled and not."""
+    """A model that compiles in seconds, compiled and not; FSDP compiles units, see `in_regions_and_not`."""
     case = Case("", layers, "adamw", 0.5, 2)
-    names = ("single",) if not dist.is_initialized() else ("ddp", "fsdp")
-    return {name: [train(name, case, given={"compile": how}) for how in (True, False)] for name in names}
+    name = "ddp" if dist.is_initialized() else "single"
+    return {name: [train(name, case, given={"compile": how}) for how in (True, False)]}
 
 
 @pytest.mark.slow
@@ -207,6 +216,15 @@ def test_a_compiled_model_trains_alike_under_the_same_names(ranks: int) -> None:
     for compiled, plain in runs.values():
         assert list(compiled.state) == ["1.weight", "1.bias"]
         close(compiled, plain, 1e-5)
+
+
+@pytest.mark.usefixtures("one_process_group")
+@pytest.mark.parametrize("options", [{"compile": True}, {"compile": "regions", "activation_checkpointing": 0.5}])
+def test_fsdp_refuses_to_compile_a_model_without_units(options: dict[str, Any]) -> None:
+    """It compiled nothing, and kept no memory budget."""
+    for name in ("fsdp", "hsdp"):
+        with pytest.raises(StrategyError, match=f"'{name}': compile={options['compile']!r} .* but Sequential has none"):
+            strategies.get(name, device="cpu").prepare(layers(), make_optimizer("sgd"), **options)
 
 
 @pytest.mark.slow

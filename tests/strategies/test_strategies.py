@@ -345,6 +345,20 @@ def test_an_option_without_a_default() -> None:
 
 
 @pytest.mark.usefixtures("nothing_registered")
+@pytest.mark.parametrize("method", ["__init__", "check"])
+def test_a_strategy_that_fails_is_a_row(method: str) -> None:
+    """One of another package must not take the table of all strategies away, nor `drivetrain doctor`."""
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise ModuleNotFoundError("No module named 'theirs'")
+
+    strategies.register("mine_own", type("Failing", (Mine,), {method: fails}))
+    (row,) = [row for row in strategies.available() if row.name == "mine_own"]
+    assert (row.summary, row.runs_here) == ("what its user wrote", False)
+    assert row.why_not == "it raised ModuleNotFoundError: No module named 'theirs'"
+
+
+@pytest.mark.usefixtures("nothing_registered")
 def test_what_is_registered_must_make_strategies() -> None:
     with pytest.raises(StrategyError, match=r"'mine_own' is a Mine\. Pass the strategy's class"):
         strategies.register("mine_own", Mine())

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from drivetrain import StrategyError
 from drivetrain.strategies import launch
 from drivetrain.strategies.common import sync_batch_norm
 from host_syncs import OnCuda, SimulatedCuda
@@ -50,6 +51,17 @@ def test_what_cannot_be_computed_over_ranks_is_refused(ranks: list[dict[str, Any
         )
         assert "the forward of Own does not call torch.nn.functional.batch_norm" in said["own"]
         assert "Expected more than 1 value per channel" in said["one value"]
+
+
+def test_a_forward_on_the_instance_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its statistics would have stayed those of each rank."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    model = torch.nn.Sequential(torch.nn.BatchNorm2d(4))
+    model[0].forward = model[0].forward
+    with pytest.raises(StrategyError, match="but the forward of 0 was replaced on the instance"):
+        sync_batch_norm.sync_batch_norms(model)
+    assert type(model[0]) is torch.nn.BatchNorm2d
 
 
 @pytest.mark.parametrize("how", ["uneven", "recomputed"])

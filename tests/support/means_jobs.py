@@ -12,6 +12,7 @@ from drivetrain.loaders import FFCVLoader
 from drivetrain.pipeline.tasks.task import TaskLoss
 from drivetrain.pipeline.telemetry.observer import Observer
 from drivetrain.pipeline.telemetry.state import TrainState
+from drivetrain.pipeline.training.hooks import TrainingHooks
 from drivetrain.pipeline.training.loop import evaluate, train_epoch
 from drivetrain.transforms import LabelSmoothing
 from torch import nn
@@ -239,13 +240,21 @@ def all_trained(wanted: list[tuple[str, str, int]]) -> list[Run]:
     return [trained(*each) for each in wanted]
 
 
-def evaluation_order(file: str, strategy: str) -> tuple[float, list[float], int]:
+def evaluation_order(file: str, strategy: str) -> list[tuple[float, list[float], int]]:
     """Loss, a bias and the images of an epoch of a loader without augmentation and in order, with a loss of
-    the user's own."""
+    the user's own; without hooks, and with those of a run that has begun with a loader for training."""
     torch.set_num_threads(1)
+    return [_in_order(file, strategy, begun=begun) for begun in (False, True)]
+
+
+def _in_order(file: str, strategy: str, *, begun: bool) -> tuple[float, list[float], int]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(3 * SIDE * SIDE, CLASSES))
     engine = strategies.get(strategy, device="cpu").prepare(model, lambda p: torch.optim.SGD(p, lr=0.5))
+    hooks = TrainingHooks(())
+    if begun:
+        with FFCVLoader(file, batch_size=4, image_size=SIDE, workers=1) as loader:
+            hooks.begin(engine, len(loader), loader)
     with FFCVLoader(file, batch_size=4, image_size=SIDE, train=False, eval_ratio=1.0, workers=1) as loader:
-        stats = train_epoch(engine, loader, lambda outputs, labels: F.cross_entropy(outputs, labels))
+        stats = train_epoch(engine, loader, lambda outputs, labels: F.cross_entropy(outputs, labels), hooks)
     return stats.loss, engine.export_state()["1.bias"].tolist(), stats.images

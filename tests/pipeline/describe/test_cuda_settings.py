@@ -170,6 +170,20 @@ def test_on_gpus(
     assert any(f"precision auto: {why}" in step.why for step in plan.steps)
 
 
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("cuda", "device='cuda' needs a GPU, but torch finds none here. Set device='cpu'"),
+        ("gpu", "device='gpu' is not a torch device. Use 'cpu' or 'cuda'"),
+        (["cpu"], r"device=\['cpu'\] is not a torch device"),
+    ],
+)
+def test_on_a_device_that_is_not_there(toy: Toy, monkeypatch: pytest.MonkeyPatch, device: Any, message: str) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(StrategyError, match=message):
+        toy.pipeline().distribute("single", precision="auto", device=device).plan()
+
+
 def test_a_recipe_keeps_auto_and_a_typo_is_an_error(toy: Toy) -> None:
     assert auto(toy).to_recipe()["precision"] == "auto"
     assert Pipeline.from_recipe("cifar10-quickstart").distributed.precision == "auto"

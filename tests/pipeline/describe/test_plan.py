@@ -523,6 +523,19 @@ def test_the_memory_of_a_rank(toy: Toy, strategy: str, optimizer: str, what: str
     assert re.search(why, row.why), row.why
 
 
+@pytest.mark.parametrize(
+    ("strategy", "options", "parts"),
+    [
+        ("fsdp", {}, "3.23 GB, 25.8 GB, 6.46 GB"),  # gradients in full, until the last microbatch
+        ("deepspeed", {"stage": 3}, "3.23 GB, 3.23 GB, 9.69 GB"),  # sharded with each
+    ],
+)
+def test_the_memory_of_a_rank_with_microbatches(toy: Toy, strategy: str, options: dict[str, Any], parts: str) -> None:
+    pipeline = toy.pipeline(SevenBillion, batch_size=16).optimize("adamw", lr=1e-4)
+    row = pipeline.distribute(strategy, devices=8, precision="bf16", accumulate=2, **options).plan().steps[-1]
+    assert row.why.startswith(f"{parts} of weights, gradients and optimizer state"), row.why
+
+
 def decay_of_matrices(parameters: Any) -> torch.optim.Optimizer:
     matrices = [each for each in parameters if each.ndim > 1]
     return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}])

@@ -288,6 +288,13 @@ def test_methods_that_a_strategy_cannot_take_are_refused(toy: Toy, strategy: str
     toy.pipeline().transform(AloneOnly()).plan()
 
 
+def test_methods_that_a_strategy_of_auto_cannot_take_are_refused(toy: Toy) -> None:
+    pipeline = toy.pipeline().transform(AloneOnly())
+    with pytest.raises(PlanError, match=r"the strategy 'ddp', which 'auto' might choose, \(see .*with 'single'"):
+        pipeline.distribute("auto", devices=2, device="cpu").plan()
+    pipeline.distribute("auto", device="cpu").plan()
+
+
 def test_strategies_are_known_by_their_family() -> None:
     from drivetrain.pipeline.describe.rules import family
 

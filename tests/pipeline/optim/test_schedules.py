@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import own_schedules
 import pytest
 import torch
@@ -173,6 +174,28 @@ def test_what_a_scheduler_changes_besides_the_learning_rate_is_restored() -> Non
 
 
 @pytest.mark.parametrize(
+    ("lr", "half"), [(torch.tensor(PEAK), 0.5), (PEAK, np.float32(0.5))], ids=["a tensor", "a factor of NumPy's"]
+)
+def test_learning_rates_that_are_no_floats(lr: Any, half: Any) -> None:
+    """torch writes a tensor in place, which another run has, too."""
+
+    def halving(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+        return lr_scheduler.LambdaLR(optimizer, lambda step: half ** (step + 1))
+
+    def rates(begin: int) -> list[float]:
+        own = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+        made = Schedule(OptimizerConfig(schedule=halving), own, 8)
+        found: list[float] = []
+        for step in range(begin, 8):
+            found.append(made.set_lr(step))
+            own.step()
+        return found
+
+    for begin in (0, 3):
+        assert rates(begin) == pytest.approx([PEAK * 0.5**step for step in range(begin + 1, 9)])
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"schedule": "cosin"}, "No schedule is named 'cosin'.* Did you mean 'cosine'.*multistep.*wsd"),
@@ -229,7 +252,14 @@ def test_what_is_refused_before_the_first_step(toy: Toy, schedule: Any, message:
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # no step is taken
-@pytest.mark.parametrize("schedule", ["cosine", lambda optimizer: lr_scheduler.StepLR(optimizer, 1)])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "cosine",
+        lambda optimizer: lr_scheduler.StepLR(optimizer, 1),
+        lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step),
+    ],
+)
 def test_a_second_training_in_a_loop_of_ones_own_has_the_same_learning_rates(toy: Toy, schedule: Any) -> None:
     """Except where the caller has set another one in between."""
 

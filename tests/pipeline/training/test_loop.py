@@ -463,9 +463,10 @@ def test_the_draws_have_every_part() -> None:
 def test_the_uneven_last_batch_of_a_loader_in_evaluation(tmp_path: Path) -> None:
     """Eleven samples in batches of 4: of the last batch, one rank has two samples and the other one."""
     file = str(write_toy(tmp_path / "eleven.beton", 11, seed=1, side=means_jobs.SIDE))
-    loss, bias, images = evaluation_order(file, "single")
-    assert images == 11
-    for found in launch(evaluation_order, file, "ddp", devices=2, device="cpu"):
-        assert found[0] == pytest.approx(loss, abs=1e-5)
-        assert found[1] == pytest.approx(bias, abs=1e-5)
-        assert found[2] == images
+    wanted = evaluation_order(file, "single")
+    assert [images for *_, images in wanted] == [11, 11]
+    for rank in launch(evaluation_order, file, "ddp", devices=2, device="cpu"):
+        for found, (loss, bias, images) in zip(rank, wanted, strict=True):
+            assert found[0] == pytest.approx(loss, abs=1e-5)
+            assert found[1] == pytest.approx(bias, abs=1e-5)
+            assert found[2] == images

@@ -40,6 +40,8 @@ CONFIG = {
     "gradient_clipping": 0.5,
     "gradient_accumulation_steps": "auto",
     "fp16": {"enabled": False},
+    "bf16": {"enabled": "auto"},
+    "amp": {"enabled": "auto", "opt_level": "O1"},
     "steps_per_print": 7,
     "zero_optimization": {
         "stage": 3,
@@ -59,7 +61,7 @@ def test_a_configuration_passes_through(tmp_path: Path) -> None:
         assert (zero.stage, zero.offload) == (3, "cpu")
         assert made["steps_per_print"] == 7
         assert (made["gradient_clipping"], made["gradient_accumulation_steps"]) == (0.5, 4)
-        assert "optimizer" not in made
+        assert not {"optimizer", "fp16", "bf16", "amp"} & made.keys()
         section = made["zero_optimization"]
         assert section["reduce_bucket_size"] == 1000
         assert section["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
