@@ -195,6 +195,8 @@ class Transform:
     """Whether it changes sequences of tokens, which a pipeline does not load."""
     keeps_samples: ClassVar[bool] = False
     """Of a transform of batches: whether each image that it returns is still of one sample, in its place in them."""
+    selects_samples: ClassVar[bool] = False
+    """Of a transform of batches: whether it needs the loss of each sample, by `reduction="none"`."""
     prunes_samples: ClassVar[bool] = False
     """Whether its session leaves samples out of epochs, and weights the losses of others, by the loss of each."""
     tried_by_tune: ClassVar[Literal["", "format", "resolution", "surgery", "methods"]] = ""

@@ -21,8 +21,8 @@ class CutOut(Transform):
 
     Attributes:
         holes: squares per image; they may overlap. Integer ≥ 1. Default 1, as in the paper.
-        length: side of a square as a fraction of the image's shorter side. Number in (0, 1]. Default 0.5: the
-            paper's 16 of 32 pixels for CIFAR-10, and Composer's default.
+        length: side of a square as a fraction of the image's shorter side, but at least two pixels. Number in (0, 1].
+            Default 0.5: the paper's 16 of 32 pixels for CIFAR-10, and Composer's default.
 
     Source: DeVries and Taylor, "Improved Regularization of CNNs with Cutout", 2017, arXiv:1708.04552.
 
@@ -51,7 +51,8 @@ class CutOut(Transform):
         shape = (len(images), self.holes)
         drawn = [torch.randint(n, shape, generator=context.generator, device="cpu") for n in (height, width)]
         y, x = to_device(torch.stack(drawn), images.device)
-        hole = inside(y, x, height, width, int(min(height, width) * self.length))
+        side = max(int(min(height, width) * self.length), 2)  # a smaller one would hide nothing
+        hole = inside(y, x, height, width, side)
         # clone preserves the memory format, masked_fill does not.
         return images.clone().masked_fill_(hole[:, None], 0), targets
 

@@ -21,7 +21,7 @@ class _GhostBatchNorm(nn.modules.batchnorm._BatchNorm):
             return super().forward(input)  # evaluation uses running statistics, the same for every group
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         groups = max(1, -(-input.shape[0] // self.ghost_batch_size))
-        return torch.cat([self._normalize(group, groups) for group in input.chunk(groups)])
+        return torch.cat([self._normalize(group, groups) for group in input.tensor_split(groups)])
 
     def _normalize(self, group: Tensor, groups: int) -> Tensor:
         """Normalize one group by its own statistics, which move the running ones 1/groups as far as a batch."""
@@ -72,15 +72,18 @@ CLASSES: Classes = {
 class GhostBatchNorm(Transform):
     """Batch normalization over groups of at most `ghost_batch_size` samples of each device's batch.
 
-    In training it computes the same as Composer's `apply_ghost_batchnorm`. Two cases in which Composer raises work
-    here: a batch smaller than the ghost size is one group, in evaluation too, and `momentum=None` (cumulative
-    statistics) averages over all groups. The names in the state dict do not change.
+    In training it computes the same as Composer's `apply_ghost_batchnorm`, if the groups of a batch can be equal. If
+    not, their sizes differ by one; Composer's last group may be much smaller, even a single sample, which has no
+    variance in `nn.BatchNorm1d`. Two cases in which Composer raises work here: a batch smaller than the ghost size is
+    one group, in evaluation too, and `momentum=None` (cumulative statistics) averages over all groups. The names in the
+    state dict do not change.
 
     Only plain `nn.BatchNorm1d`, `2d` and `3d` change. `nn.SyncBatchNorm`, which has the opposite purpose, and other
     subclasses are reported in `skipped`. A later `convert_sync_batchnorm` reverts the change.
 
     Attributes:
-        ghost_batch_size: maximum samples in a group; groups are equal. Integer ≥ 1. Default 32, as in Composer.
+        ghost_batch_size: maximum samples in a group; the fewest groups, as equal as possible. Integer ≥ 1. Default 32,
+            as in Composer.
 
     Source: Hoffer et al., "Train longer, generalize better", 2017, arXiv:1705.08741.
 

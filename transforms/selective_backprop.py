@@ -56,6 +56,7 @@ class SelectiveBackprop(Transform):
     kind = "batch"
     source = "Jiang et al. 2019, arXiv:1910.00762"
     targets = ("class indices",)
+    selects_samples = True
     after = ("ProgressiveResizing", "EfficientTrain")
     tried_by_tune = "surgery"
 

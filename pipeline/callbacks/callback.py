@@ -156,9 +156,9 @@ class RunView:
         yield from self._gathered(dict(self._engine.plain_model.named_parameters()))
 
     def named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the gradients of the last step, averaged over all ranks and before the engine's clipping, by name and
-        gathered like `named_parameters`; only in `on_step_end`, and after `Callback.needs_gradients` returned True.
-        Parameters without a gradient are left out. A step that was skipped for its loss has none."""
+        """Yield the gradients of the last step, averaged over all ranks and before any clipping, by name and gathered
+        like `named_parameters`; only in `on_step_end`, and after `Callback.needs_gradients` returned True. Parameters
+        without a gradient are left out. A step that was skipped for its loss or its gradients has none."""
         self._check_alive()
         if self._gradients is None:
             raise DrivetrainError(

@@ -17,7 +17,7 @@ class EarlyStopping(Callback):
     """Stop when a metric has not improved for `patience` evaluations in a row.
 
     After it has stopped a run, its count begins again: a run that is continued (`fit(continue_stopped=True)`) has
-    `patience` further evaluations to improve on the best value.
+    `patience` further evaluations to improve on the best value; of another metric than before, on its first value.
 
     Args:
         monitor: a metric of the evaluation, `"val_loss"` (default), `"top1"`, …; or `"loss"`, the mean training
@@ -80,10 +80,15 @@ class EarlyStopping(Callback):
             self._look(view, view.history[-1].loss)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "waited": self.waited}
+        return {"best": self.best, "waited": self.waited, **self._judges_by()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.best, self.waited = state["best"], state["waited"]
+        """Also those of earlier versions, without what they judged by. The best value of another metric is none."""
+        if all(state.get(name, value) == value for name, value in self._judges_by().items()):
+            self.best, self.waited = state["best"], state["waited"]
+
+    def _judges_by(self) -> dict[str, Any]:
+        return {"monitor": self.monitor, "lower_is_better": self.lower_is_better}
 
     def _look(self, view: RunView, value: float | None) -> None:
         """Compare the value; one that is undefined, such as a mean over no sample, is no improvement."""

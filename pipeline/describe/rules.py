@@ -328,6 +328,14 @@ def _pruned_samples(spec: PipelineSpec) -> None:
         raise PlanError(f"{_name(pruning)} needs the loss of each sample, but {spec.target.loss_name} {NOT_PER_SAMPLE}")
 
 
+def _selected_samples(spec: PipelineSpec) -> None:
+    selecting = next((transform for transform in spec.transforms if transform.selects_samples), None)
+    if selecting is not None and _mean(spec).unreduced is None:
+        raise PlanError(
+            f"{_name(selecting)} needs the loss of each sample, but {spec.target.loss_name} {NOT_PER_SAMPLE}"
+        )
+
+
 def _denominator(spec: PipelineSpec) -> None:
     late = next((transform for transform in spec.transforms if transform.replaces_targets), None)
     if late is not None and _mean(spec).denominator is not samples:
@@ -351,7 +359,7 @@ def _mean(spec: PipelineSpec) -> Mean:
 RULES: tuple[Callable[[PipelineSpec], None], ...] = (
     _unsafe_strategies, _unused_parameters, _conflicts, _clipping_of_shards, _same_method_twice, _excluded,
     _two_averages, _compiled, _flat_shards_of_matrices, _schedule_free, _targets, _monitor, _loss_of_the_model, _views,
-    _fields, _pruned_samples, _denominator,
+    _fields, _pruned_samples, _selected_samples, _denominator,
 )  # fmt: skip
 
 

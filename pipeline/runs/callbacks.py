@@ -93,7 +93,7 @@ class RunCallbacks(Observer):
         limit = timedelta(seconds=timeout)  # torch's own is half an hour
         self._group: Any = dist.new_group(backend="gloo", timeout=limit) if ranks else None
         self._late: Exchange | None = None
-        self._started, self._agreed = False, ""
+        self._started, self._taken, self._agreed = False, False, ""
 
     def restore(self, states: Mapping[str, Mapping[str, Any]], history: Sequence[Epoch]) -> list[str]:
         """Use these states from a checkpoint, by class name, and its finished epochs. Return the names of those without
@@ -113,17 +113,21 @@ class RunCallbacks(Observer):
                 self._guarded(one, "load_state_dict", self._saved[type(one).__name__])
         self._agree()
 
-    def before_step(self, state: TrainState) -> None:
+    def after_gradients(self, state: TrainState) -> None:
+        """Copy the gradients before transforms clip them, in `before_step`."""
         if self._at_steps and self._failure is None:
             answers = [self._guarded(one, "needs_gradients", state.step + 1) for one in self._all]
             if any(answers):
                 self._view._gradients = self._engine.gradients()
 
+    def before_step(self, state: TrainState) -> None:  # noqa: ARG002
+        self._taken = True
+
     def on_step_end(self, state: TrainState) -> None:
         ends = state.meter.steps >= state.epoch_steps
+        self._view._loss, taken, self._taken = state.step_loss, self._taken, False
         if self._at_steps:
-            self._view._loss = state.step_loss
-            if self._view._gradients is None:
+            if self._view._gradients is None or not taken:
                 needed = self._failure is None and any(one.needs_gradients(state.step) for one in self._all)
                 self._view._gradients = {} if needed else None  # the step was skipped
             self._call("on_step_end")

@@ -39,6 +39,11 @@ class Mean:
     # The numerator's terms by sample, `(B,)`; None: they are not known.
     each: LossFunction | None = None
 
+    @property
+    def unreduced(self) -> LossFunction | None:
+        """The loss with a value for each sample, also if it declares its denominator; None without `reduction`."""
+        return _each(self.loss, summed=False)
+
     def of_samples(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
         """Return each sample's term of the numerator, `(B,)`."""
         if self.each is None:

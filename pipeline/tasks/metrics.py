@@ -283,8 +283,24 @@ def _reduced(values: list[Any], reduction: Any) -> Any:
     return stacked if reduction is None else reduction(stacked)
 
 
+def check_value(name: str, metric: Metric) -> None:
+    """Raise PlanError if a metric has another value than one number after its first update, here of two samples. If it
+    cannot be computed of so few, nothing is known of it. The metric must not be used any further."""
+    for each in _nested(metric):
+        each.distributed_available_fn = _never
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            value = metric.compute()
+    except Exception:  # a custom metric may raise anything
+        return
+    _as_number(name, value)
+
+
 def _number(name: str, metric: Metric) -> float:
-    value: Any = float("nan") if not metric.update_count else metric.compute()
+    return _as_number(name, float("nan") if not metric.update_count else metric.compute())
+
+
+def _as_number(name: str, value: Any) -> float:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return float(value.item())
     if isinstance(value, int | float):

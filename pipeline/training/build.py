@@ -48,7 +48,7 @@ from ..tasks.target_scale import TargetScale, adopt_scale, attach_scale, carried
 from ..tasks.task import TaskLoss
 from ..telemetry.history import Monitor
 from .calibration import calibrate
-from .checks import TrainedOn, check_loss, check_metrics, check_output, targets_of
+from .checks import TrainedOn, check_loss, check_losses, check_metrics, check_output, targets_of
 from .hooks import Microbatch, TrainingHooks
 from .loop import StepLoss
 from .model_identity import model_identity
@@ -250,7 +250,11 @@ class Parts:
         outputs, targets = map_tensors(lambda tensor: tensor.to(device), (outputs, targets))
         soft = any(t.soft_targets for t in self.plan.transforms)
         classes = self.width if task.kind == "class indices" else None
-        check_loss(task.mean(loss.base), outputs, targets, classes, soft=soft)
+        mean, transforms = task.mean(loss.base), self.plan.transforms
+        check_loss(mean, outputs, targets, classes, soft=soft)
+        check_losses(transforms, mean, outputs, targets)
+        if self.plan.data.val is not None and (soft or any(t.kind == "loss" for t in transforms)):
+            check_loss(task.mean(task.move(device)), outputs, targets, classes, soft=False, evaluates=True)
         return loss
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
@@ -30,6 +30,7 @@ from ..describe.resolve import ResolvedPlan
 from ..describe.rules import sets_size
 from ..models.libraries import loss_mismatch
 from ..tasks.means import Mean
+from ..tasks.metrics import check_value
 from ..tasks.nests import map_tensors
 from ..tasks.task import (
     StandardTask,
@@ -40,6 +41,7 @@ from ..tasks.task import (
     shape_of,
     update_metric,
 )
+from .hooks import evaluated_outputs
 from .loop import forward
 
 if TYPE_CHECKING:
@@ -156,8 +158,22 @@ def check_output(plan: ResolvedPlan, model: nn.Module, width: int | None, target
         wrong = task.output_error(shown, width, str(files_of(data.train)))
         if wrong := wrong or _resolution(task, shown, height_width(side)):
             raise PlanError(f"{mode}{wrong}")
+    _try_evaluation(plan, model, context)
     used = loss_and_metric_inputs(task, judged)
     return map_tensors(lambda each: torch.zeros(each.shape, dtype=each.dtype), used) if own else used
+
+
+def _try_evaluation(plan: ResolvedPlan, model: nn.Module, context: AbstractContextManager[Any]) -> None:
+    """Predict two images as evaluation does with transforms, which might reject them: after the first epoch."""
+    data, transforms = plan.data, plan.transforms
+    tried = any(transform.kind == "evaluation" for transform in transforms) and data.loading.views == 1
+    if not tried or on_meta(model):
+        return
+    training = model.training
+    with torch.no_grad(), context, buffers_kept(model):
+        predict = evaluated_outputs(transforms, lambda seen: plan.task.outputs(model.eval()(seen)))
+        predict(torch.zeros(2, len(data.loading.mean), *height_width(data.eval_size)))
+    model.train(training)
 
 
 def _smaller(plan: ResolvedPlan) -> dict[ImageSize, str]:
@@ -213,9 +229,11 @@ def _resolution(task: Task, outputs: Any, size: tuple[int, int]) -> str:
     )
 
 
-def check_loss(loss: Mean, outputs: Any, targets: Any, classes: int | None, *, soft: bool) -> None:
-    """Test the training loss on the model's outputs for two images, on the device of training. `classes`: of class
-    indices, which become probabilities if `soft`."""
+def check_loss(
+    loss: Mean, outputs: Any, targets: Any, classes: int | None, *, soft: bool, evaluates: bool = False
+) -> None:
+    """Test a loss on the model's outputs for two images, on the device of training: that of training or, with
+    `evaluates`, of evaluation. `classes`: of class indices, which become probabilities if `soft`."""
     if soft and classes is not None and not targets.is_floating_point():
         targets = F.one_hot(targets.long(), classes).float()
     indices = classes is not None and not targets.is_floating_point()
@@ -227,9 +245,15 @@ def check_loss(loss: Mean, outputs: Any, targets: Any, classes: int | None, *, s
     except DrivetrainError:
         raise
     except Exception as error:  # a custom loss may raise anything
+        about = "Targets are those of the data; with LabelSmoothing, MixUp or CutMix, probabilities (B, C)."
+        if evaluates:
+            about = (
+                "Transforms change the loss and its targets in training only. Let it accept those of the data, too, or "
+                "leave out the validation data."
+            )
         raise PlanError(
-            f"The loss does not accept {shape} and {what}: {type(error).__name__}: {error}. Targets are those of the "
-            "data; with LabelSmoothing, MixUp or CutMix, probabilities (B, C)."
+            f"{'In evaluation, the' if evaluates else 'The'} loss does not accept {shape} and {what}: "
+            f"{type(error).__name__}: {error}. {about}"
         ) from error
     _check_denominator(count)
     if not isinstance(value, torch.Tensor) or value.dim():
@@ -241,6 +265,23 @@ def check_loss(loss: Mean, outputs: Any, targets: Any, classes: int | None, *, s
             "of the model only, so they would stay as they are. Put them into the model, which then computes the loss "
             "(loss='model'), or freeze them with requires_grad_(False)."
         )
+
+
+def check_losses(transforms: Sequence[Transform], loss: Mean, outputs: Any, targets: Any) -> None:
+    """Test that the training loss gives a value for each of two images, if transforms need them: they might first do so
+    in the middle of training."""
+    for transform in transforms:
+        if not (transform.selects_samples or transform.prunes_samples):
+            continue
+        each, name = loss.unreduced if transform.selects_samples else loss.each, type(transform).__name__
+        assert each is not None, "the rules of the plan check it"
+        try:
+            each(outputs, targets)
+        except Exception as error:  # a custom loss may raise anything
+            raise PlanError(
+                f"{name} needs the loss of each sample, which the loss does not return with reduction='none': "
+                f"{type(error).__name__}: {str(error).rstrip('.')}. Let it do so, or leave out {name}."
+            ) from error
 
 
 def _parameters(loss: object, value: torch.Tensor) -> str:
@@ -278,3 +319,4 @@ def check_metrics(task: Task, meters: Mapping[str, Metric], outputs: Any, target
                 f"The metric {name!r} does not accept the model's outputs and the targets {shape_of(targets)}: "
                 f"{type(error).__name__}: {error}"
             ) from error
+        check_value(name, meter)

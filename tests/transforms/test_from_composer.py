@@ -456,6 +456,27 @@ def test_a_recipe_names_it(jobs: Any, toy: Toy) -> None:
             ours.get(**entry)
 
 
+def test_arrays_among_its_attributes(jobs: Any, toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose comparison has many values."""
+
+    class Shifts(jobs.Doubles):  # type: ignore[misc,name-defined]
+        def __init__(self, by: Any = (0.5, 1.0, 2.0)) -> None:
+            super().__init__()
+            self.by = np.asarray(by)
+
+    monkeypatch.setattr(jobs, "Shifts", Shifts, raising=False)
+    Shifts.__module__, Shifts.__qualname__ = jobs.__name__, "Shifts"
+    made = from_composer(Shifts())
+    assert made == from_composer(Shifts())
+    for by in ((0.5, 1.0, 3.0), (0.5, 1.0), np.float32((0.5, 1.0, 2.0))):
+        assert made != from_composer(Shifts(by))
+    assert repr(from_composer(Shifts((1, 2)))) == "from_composer(Shifts())"
+    assert ours.to_dict(made) == {"name": "composer_jobs:Shifts"}
+    assert fit(toy.named().transform(made), 1).history.epochs
+    with pytest.raises(RecipeError, match="cannot be named in a recipe"):
+        toy.named().transform(from_composer(Shifts((1, 2)))).to_recipe()
+
+
 def test_only_surgery_is_handed_to_lightning(jobs: Any, toy: Toy) -> None:
     pytest.importorskip("lightning")
     pipeline = toy.pipeline(jobs.strided_model)

@@ -49,9 +49,12 @@ def test_cutout_squares() -> None:
     assert inside(torch.tensor([[5, 15]]), torch.tensor([[5, 10]]), 20, 16, side=2).sum() == 8
 
 
-def test_cutout_of_the_whole_side_and_of_less_than_a_pixel() -> None:
+def test_cutout_of_the_whole_side_and_of_less_than_two_pixels() -> None:
     assert (t.CutOut(length=1).batch(IMAGES, LABELS, context())[0] == 0).any()
-    assert torch.equal(t.CutOut(length=0.01).batch(IMAGES, LABELS, context())[0], IMAGES)
+    expected = t.CutOut(length=2 / 16).batch(IMAGES, LABELS, context())[0]
+    assert 0 < (expected == 0)[:, 0].sum() <= 4 * len(IMAGES)
+    for length in (0.01, 1 / 16, 1.9 / 16):
+        assert torch.equal(t.CutOut(length=length).batch(IMAGES, LABELS, context())[0], expected)
 
 
 def test_colout_keeps_rows_and_columns_in_order() -> None:

@@ -53,9 +53,16 @@ def test_squeeze_excite_after_factorize_sees_one_convolution() -> None:
 def test_ghost_groups_have_statistics_of_their_own(batch: int, ghost: int, groups: int) -> None:
     x = torch.randn(batch, 6, 5, 5) * torch.arange(1, batch + 1)[:, None, None, None]
     model = operated(t.GhostBatchNorm(ghost), nn.BatchNorm2d(6, affine=False))
-    expected = [F.batch_norm(group, None, None, training=True) for group in x.chunk(groups)]
+    expected = [F.batch_norm(group, None, None, training=True) for group in x.tensor_split(groups)]
     torch.testing.assert_close(model(x), torch.cat(expected))
     assert model[0].num_batches_tracked == groups
+
+
+def test_ghost_groups_differ_by_one_sample() -> None:
+    """Composer's last group of 13 samples has one, of which BatchNorm1d raises an error."""
+    x, model = torch.randn(13, 6), operated(t.GhostBatchNorm(4), nn.BatchNorm1d(6, affine=False))
+    expected = [F.batch_norm(group, None, None, training=True) for group in x.split([4, 3, 3, 3])]
+    torch.testing.assert_close(model(x), torch.cat(expected))
 
 
 def test_ghost_below_its_size_works_in_evaluation_and_training() -> None:

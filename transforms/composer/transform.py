@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -303,7 +304,7 @@ class ComposerTransform(base.Transform):
         for name, parameter in _parameters(kind).items():
             value = self.settings.get(name, self.settings.get(f"_{name}", parameter.default))
             value = value.to_timestring() if hasattr(value, "to_timestring") else value
-            if not isinstance(value, Tensor) and not _same(value, parameter.default):
+            if not isinstance(value, Tensor | np.ndarray) and not _same(value, parameter.default):
                 options.append(f"{name}={value!r:.60}")
         declared = "".join(f", {key}={value!r}" for key, value in self._declared().items())
         return f"from_composer({kind.__name__}({', '.join(options)}){declared})"
@@ -401,7 +402,7 @@ def _same(one: Any, other: Any) -> bool:
         return True
     if type(one) is not type(other):
         return False
-    if isinstance(one, Tensor):
+    if isinstance(one, Tensor | np.ndarray):
         return one.shape == other.shape and one.dtype == other.dtype and bool((one == other).all())
     if isinstance(one, Mapping):
         return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)

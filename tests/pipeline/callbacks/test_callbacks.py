@@ -26,7 +26,7 @@ from drivetrain import (
     RunView,
 )
 from drivetrain.pipeline import RunOptions, load_run
-from drivetrain.transforms import EMA
+from drivetrain.transforms import EMA, GradientClipping
 from host_syncs import HostSyncs
 from pipeline_data import BATCH, TRAIN, Toy, batch_norm_model, evaluated, plain_model
 from places import ROOT
@@ -137,6 +137,55 @@ def test_gradients_of_the_step_are_seen_before_they_are_zeroed(toy: Toy) -> None
     assert sees.compared == STEPS // 2 * len(list(plain_model().parameters()))
 
 
+class FirstNorm(Callback):
+    """Keeps the norm of the first step's gradients."""
+
+    norm = 0.0
+
+    def needs_gradients(self, step: int) -> bool:
+        return step == 1
+
+    def on_step_end(self, view: RunView) -> None:
+        if view.step == 1:
+            self.norm = torch.stack([gradient.norm() for _, gradient in view.named_gradients()]).norm().item()
+
+
+@pytest.mark.parametrize("by", ["norm", "value"])
+def test_gradients_are_seen_before_a_transform_clips_them(toy: Toy, by: Any) -> None:
+    """As before the engine's own clipping."""
+    plain, clipped, limited = FirstNorm(), FirstNorm(), FirstNorm()
+    toy.pipeline().fit(epochs=1, progress=False, callbacks=[plain])
+    toy.pipeline().transform(GradientClipping(by, 1e-3)).fit(epochs=1, progress=False, callbacks=[clipped])
+    toy.pipeline().distribute("single", clip_norm=1e-3).fit(epochs=1, progress=False, callbacks=[limited])
+    assert plain.norm > 0.1
+    assert clipped.norm == limited.norm == plain.norm
+
+
+class LastLoss(Callback):
+    """Looks at the loss of the last step without following steps."""
+
+    def __init__(self) -> None:
+        self.seen: list[float | None] = []
+
+    def on_fit_start(self, view: RunView) -> None:
+        self.seen = [view.loss]
+
+    def on_evaluation_end(self, view: RunView) -> None:
+        self.seen.append(view.loss)
+
+    def on_epoch_end(self, view: RunView) -> None:
+        self.seen.append(view.loss)
+
+
+def test_the_last_loss_is_known_without_following_steps(toy: Toy) -> None:
+    alone, diary = LastLoss(), Diary()
+    options: dict[str, Any] = {"epochs": 1, "progress": False, "eval_every_steps": 2}
+    toy.pipeline().fit(callbacks=[alone], **options)
+    toy.pipeline().fit(callbacks=[diary], **options)
+    losses = [line[3] for line in diary.lines if line[0] == "step"]
+    assert alone.seen == [None, losses[1], losses[-1], losses[-1]]
+
+
 def test_callbacks_that_only_look_change_nothing(toy: Toy) -> None:
     pipeline = toy.pipeline(batch_norm_model).transform(EMA(half_life=3))
     alone = pipeline.fit(epochs=2, progress=False)
@@ -222,6 +271,23 @@ def test_early_stopping_stops_at_the_evaluation_that_its_patience_allows(toy: To
     assert len(by_loss.history.epochs) == 2
     improving = toy.pipeline().fit(epochs=3, progress=False, callbacks=[EarlyStopping(patience=1)])
     assert improving.stopped is None
+
+
+def test_early_stopping_does_not_compare_with_the_best_value_of_another_metric(toy: Toy, tmp_path: Path) -> None:
+    """A continued run would stop, because its accuracy is not above the best loss."""
+    pipeline = toy.pipeline().optimize("sgd", lr=1e-9, schedule="constant")
+    options: dict[str, Any] = {"epochs": 6, "progress": False, "out": tmp_path}
+    loss = EarlyStopping("val_loss", patience=1, min_delta=0.01)
+    assert len(pipeline.fit(callbacks=[loss], **options).history.epochs) == 2
+    accuracy = EarlyStopping("top1", patience=2)
+    continued = pipeline.fit(callbacks=[accuracy], resume="auto", continue_stopped=True, **options)
+    assert len(continued.history.epochs) == 5, "the first one sets the best value, and two more do not improve"
+    assert continued.stopped is not None
+    assert accuracy.best == continued.history.epochs[2].accuracy
+    for old, best in (({"best": 0.5, "waited": 1}, 0.5), (EarlyStopping(mode="max").state_dict(), None)):
+        stopping = EarlyStopping()
+        stopping.load_state_dict({**old, "best": 0.5})
+        assert stopping.best == best
 
 
 def test_early_stopping_of_a_metric_that_few_classes_lack(toy: Toy) -> None:

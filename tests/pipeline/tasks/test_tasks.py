@@ -19,6 +19,7 @@ from drivetrain.pipeline.tasks import get, to_dict
 from drivetrain.pipeline.tasks.metrics import compute, pool, state_of, top
 from drivetrain.pipeline.tasks.nests import to_float
 from drivetrain.pipeline.tasks.task import update_metric
+from drivetrain.pipeline.training.checks import check_metrics
 from drivetrain.strategies import launch
 from places import ROOT
 from task_jobs import Cosine
@@ -345,6 +346,30 @@ def test_a_metric_of_several_numbers_is_refused() -> None:
     meters["f1"].update(torch.randn(4, 3), torch.tensor([0, 1, 2, 0]))
     with pytest.raises(PlanError, match=r"'f1' returns tensor.* one number. Average it"):
         compute(meters, 1)
+
+
+class Second(MeanMetric):
+    """Needs three samples, and counts how often it was computed."""
+
+    computed = 0
+
+    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:  # type: ignore[override]
+        super().update((outputs.argmax(1) == targets).float())
+
+    def compute(self) -> torch.Tensor:
+        type(self).computed += 1
+        raise ValueError("more than two samples are needed")
+
+
+def test_a_metric_of_several_numbers_is_refused_before_training() -> None:
+    """It would be known after the first epoch. What cannot be computed of two samples is not judged by them."""
+    outputs, targets = torch.randn(2, 3), torch.tensor([0, 1])
+    several = Classification(metrics={"top1": "top1", "f1": MulticlassF1Score(3, average=None)})
+    with pytest.raises(PlanError, match=r"'f1' returns tensor.* one number. Average it"):
+        check_metrics(several, several.meters(3), outputs, targets)
+    other = Classification(metrics={"top1": "top1", "f1": MulticlassF1Score(3), "second": Second})
+    check_metrics(other, other.meters(3), outputs, targets)
+    assert Second.computed == 1
 
 
 def product(stacked: torch.Tensor) -> torch.Tensor:

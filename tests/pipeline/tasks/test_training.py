@@ -29,7 +29,7 @@ from drivetrain import (
 from drivetrain.loaders import FFCVLoader, convert
 from drivetrain.pipeline.tasks.target_scale import carried_scale
 from drivetrain.strategies import launch
-from drivetrain.transforms import CutMix, LabelSmoothing, MixUp, TestTimeFlip
+from drivetrain.transforms import CutMix, InfoBatch, LabelSmoothing, MixUp, SelectiveBackprop, TestTimeFlip
 from PIL import Image
 from places import ROOT
 from torch import nn
@@ -201,6 +201,26 @@ def test_a_recipe_names_its_task(files: Files, tmp_path: Path) -> None:
             Pipeline.from_recipe({**recipe, **wrong})
 
 
+def indices(pictures: np.ndarray) -> np.ndarray:
+    return np.arange(len(pictures)) % jobs.LABELS
+
+
+def of_probabilities(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return -(targets * outputs.log_softmax(1)).sum(1).mean()
+
+
+def of_the_batch(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(outputs, targets)
+
+
+def ignoring(outputs: torch.Tensor, targets: torch.Tensor, reduction: str = "mean") -> torch.Tensor:  # noqa: ARG001
+    return F.cross_entropy(outputs, targets)
+
+
+def refusing(outputs: torch.Tensor, targets: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+    return F.cross_entropy(outputs, targets, reduction={"mean": "mean"}[reduction])
+
+
 REFUSED: dict[str, tuple[Callable[[Pipeline], Pipeline], Any, str]] = {
     "numbers as classes": (
         lambda p: p.task(Classification()), jobs.numbers_of, "float labels, but Classification trains .*Regression",
@@ -234,6 +254,30 @@ REFUSED: dict[str, tuple[Callable[[Pipeline], Pipeline], Any, str]] = {
     ),
     "a loss that raises": (
         lambda p: p.task(MultiLabel(loss=nn.CTCLoss())), jobs.vectors, "The loss does not accept logits .* and targets",
+    ),
+    "a loss of mixed images that evaluation cannot use": (
+        lambda p: p.task(Classification(loss=of_probabilities)).transform(MixUp()), indices,
+        r"In evaluation, the loss does not accept logits \(2, 3\) and class indices .*in training only",
+    ),
+    "a loss of smoothed targets that evaluation cannot use": (
+        lambda p: p.task(Classification(loss=nn.BCEWithLogitsLoss())).transform(LabelSmoothing()), indices,
+        "In evaluation, the loss does not accept",
+    ),
+    "a loss that cannot select": (
+        lambda p: p.task(Classification(loss=of_the_batch)).transform(SelectiveBackprop()), indices,
+        "SelectiveBackprop needs the loss of each sample, but of_the_batch returns one value per batch",
+    ),
+    "a loss that ignores reduction, to select": (
+        lambda p: p.task(Classification(loss=ignoring)).transform(SelectiveBackprop()), indices,
+        r"SelectiveBackprop needs .* The loss of 2 samples has shape \(\) with reduction='none'",
+    ),
+    "a loss that ignores reduction, to prune": (
+        lambda p: p.task(Classification(loss=ignoring)).transform(InfoBatch(anneal=0)), indices,
+        r"InfoBatch needs .* The loss of 2 samples has shape \(\) with reduction='none'",
+    ),
+    "a loss that refuses reduction": (
+        lambda p: p.task(Classification(loss=refusing)).transform(SelectiveBackprop()), indices,
+        "SelectiveBackprop needs the loss of each sample.* KeyError: 'none'",
     ),
     "a task without a loss": (lambda p: p.task(Task()), jobs.numbers_of, r"Task must define the method loss"),
 }  # fmt: skip

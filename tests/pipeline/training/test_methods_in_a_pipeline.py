@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from drivetrain import Pipeline, PlanError
+from drivetrain import DataError, Pipeline, PlanError
 from drivetrain import transforms as t
 from drivetrain.loaders import FFCVLoader
 from drivetrain.pipeline.training.hooks import TrainingHooks
@@ -262,6 +262,19 @@ def test_what_does_not_go_together(
     pipeline = toy.pipeline().transform(*methods).distribute(**{"strategy": "single", **distribute})
     with pytest.raises(PlanError, match=words):
         pipeline.plan()
+
+
+@pytest.mark.parametrize("model", [plain_model, batch_norm_model])
+def test_what_evaluation_rejects_is_known_before_training(toy: Toy, model: Any) -> None:
+    """Of images in evaluation, which may have another size; trying it leaves the model as it was."""
+    at = toy.pipeline(model, eval_image_size=2 * SIDE)
+    with pytest.raises(DataError, match=rf"shift={2 * SIDE}.*\(2, 3, 32, 32\).*sides larger than shift"):
+        at.transform(t.TestTimeFlip(shift=2 * SIDE)).build()
+    with at.build() as plain, at.transform(t.TestTimeFlip(shift=SIDE)).build() as tried:
+        assert tried.engine.plain_model.training
+        torch.testing.assert_close(
+            tried.engine.plain_model.state_dict(), plain.engine.plain_model.state_dict(), rtol=0, atol=0
+        )
 
 
 def test_padded_crops_do_not_grow(toy: Toy) -> None:
