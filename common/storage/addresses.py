@@ -26,7 +26,7 @@ PATIENCE = 300.0  # seconds that a server may not answer: as long as deployments
 _PAUSE, _LONGEST = 0.2, 10.0  # seconds before the second attempt; doubled before each further one
 # What the libraries of S3 and of Google's store raise before they ask the server.
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError")
-_CHANGED, _BUSY = 412, (408, 425, 429)  # statuses of HTTP
+DENIED, _CHANGED, _BUSY = 403, 412, (408, 425, 429)  # statuses of HTTP
 _RANGE = 8 << 20  # bytes of a request
 _THREADS = 8  # requests at a time, which hide each other's latency
 _ROUND = 0.2  # seconds between two looks for a file
@@ -169,7 +169,7 @@ class Calls:
             if _is_missing(error):
                 raise MissingFileError(f"{self.address} does not exist.") from error
             named = error.__cause__ or error
-        status = _status(error)
+        status = status_of(error)
         if status == _CHANGED:
             raise self._error(
                 f"{self.address} was replaced while it was in use: it has another entity tag than when it was opened. "
@@ -261,7 +261,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _status(error: BaseException) -> int | None:
+def status_of(error: BaseException) -> int | None:
     """Return the status of HTTP in an error of aiohttp or botocore, or in what caused it."""
     for each in _chain(error):
         answer = getattr(each, "response", None)

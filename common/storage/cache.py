@@ -29,7 +29,7 @@ from ..errors import DataError
 from ..exhaustion import exhaustion, is_exhaustion
 from ..signals import interrupts_held
 from ..threads import at_exit, results
-from .addresses import PATIENCE, RemoteFile
+from .addresses import DENIED, PATIENCE, RemoteFile, status_of
 from .files import LockError, acquire, boot_id, cache_folder, locked, write_at, write_file
 from .holes import STREAM_BLOCK, check_holes, room_for_streams
 
@@ -83,7 +83,7 @@ def local_copy(address: str, remote: Remote = Remote()) -> Path:
                     shutil.rmtree(gone, ignore_errors=True)
                 if remote.stream:
                     _remove_streams(root)
-                else:
+                elif not (folder / FACTS).exists():  # else it has its room, of which it may have filled all
                     _make_room(root, folder, size, remote.cache_limit)
                 _make(folder, name, size, -(-size // block), facts, manifest)
             if manifest is not None and not (folder / f"{name}.json").exists():
@@ -103,7 +103,12 @@ def local_copy(address: str, remote: Remote = Remote()) -> Path:
 
 def _manifest(address: str, patience: float | None) -> bytes | None:
     path, mark, query = address.partition("?")
-    return RemoteFile(f"{path}.json{mark}{query}", patience).whole()
+    try:
+        return RemoteFile(f"{path}.json{mark}{query}", patience).whole()
+    except DataError as error:
+        if status_of(error) != DENIED:  # S3's answer for what is not there, to those who may not list the files
+            raise
+        return None
 
 
 def _make(

@@ -18,7 +18,7 @@ from ...loaders.beton.layout import read_header
 from ...loaders.order.batches import as_array, between, check_batch_size
 from ...loaders.selection import frequencies, once, selected
 from ...loaders.sources import Files, Source, files_of
-from ..tasks.standard import Regression
+from ..tasks.standard import Regression, Segmentation
 from ..tasks.target_scale import TargetScale
 from ..tasks.task import Task
 from .config import DataConfig
@@ -131,7 +131,7 @@ def number_of_classes(data: DataConfig, task: Task) -> int:
     with closing(open_files(files)) as beton:
         if beton.label_name not in beton.targets:
             return len(beton.classes) or beton.label_facts.outputs
-        ignored = getattr(task, "ignored", ())
+        ignored = task.ignored if isinstance(task, Segmentation) else ()
         counted = [value + 1 for value in range(len(beton.classes)) if value not in ignored]
     if not counted:
         raise PlanError(

@@ -109,7 +109,7 @@ def pretrained(name: str, num_classes: int, weights: str | Path | None = "DEFAUL
         raise RecipeError(f"No model is named {name!r}.{suggest(name, known)}")
     published, file = models.get_model_weights(name).__members__, None
     if weights is not None and weights not in published:
-        if not is_file_name(weights):
+        if not (omitted() or is_file_name(weights)):  # a file that is not needed any more need not exist
             raise RecipeError(
                 f"{name} has no weights {weights!r}, nor is that a file.{suggest(str(weights), published)}"
             )

@@ -28,6 +28,9 @@ P = TypeVar("P", bound=PipelineSpec)
 def build_pipeline(
     recipe: str | Path | Mapping[str, Any] | Completed, overrides: Mapping[str, Any], kind: type[P]
 ) -> P:
+    if isinstance(recipe, Completed) and overrides:
+        given = ", ".join(f"{key}=" for key in overrides)
+        raise RecipeError(f"Recipe {recipe.origin.name} is completed, and takes no {given} any more. Pass all at once.")
     made = recipe if isinstance(recipe, Completed) else completed(recipe, overrides)
     full, origin = made.values, made.origin
     _check_options(full, origin)

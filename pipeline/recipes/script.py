@@ -120,7 +120,8 @@ def definitions(names: Iterable[str]) -> str:
 @dataclass(frozen=True)
 class _Statement:
     """A statement of the top level: the names that it binds, reads, and changes in place; those that it binds only in
-    the script, and how; what it does besides, which a copy should not."""
+    the script, and how; of a function or class its decorators, and the names that its code changes in place, which a
+    decorator does where it is used; what it does besides, which a copy should not."""
 
     text: str
     line: int
@@ -132,6 +133,8 @@ class _Statement:
     imports: bool = False
     binds_unknown: bool = False  # from module import *
     block: bool = False
+    decorators: frozenset[str] = frozenset()
+    inside: frozenset[str] = frozenset()
     runs: str = ""
 
 
@@ -217,10 +220,14 @@ def _read(node: ast.stmt, text: str, line: int) -> _Statement:
     inner = [] if is_block else [*ast.walk(node)]
     words = [getattr(each, "attr", "") for each in inner]
     star = isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
+    around = [each.func if isinstance(each, ast.Call) else each for each in getattr(node, "decorator_list", ())]
+    changes = {_base(each) for each in around if not isinstance(each, ast.Name)} if is_block else {*_changed(node)}
     return _Statement(
-        text, line, frozenset(binds), frozenset(uses), frozenset(() if is_block else _changed(node)), outside,
+        text, line, frozenset(binds), frozenset(uses), frozenset(changes), outside,
         always=star or (isinstance(node, ast.ImportFrom) and node.module == "__future__"), binds_unknown=star,
         imports=isinstance(node, ast.Import | ast.ImportFrom), block=is_block,
+        decorators=frozenset(each.id for each in around if isinstance(each, ast.Name)),
+        inside=frozenset(uses.intersection(_changed(node)) if is_block else ()),
         runs=next((_OF_A_RUN[word] for word in words if word in _OF_A_RUN), ""),
     )  # fmt: skip
 
@@ -232,7 +239,8 @@ def _scopes(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
 
 
 def _changed(statement: ast.stmt, *, calls: bool = True) -> Iterator[str]:
-    """Yield the names of objects that it changes in place: `Net.size = 3`, `SIZES["a"] = 3`, `NAMES.append("a")`."""
+    """Yield the names of objects that it changes in place: `Net.size = 3`, `SIZES["a"] = 3`, `NAMES.append("a")`,
+    `setattr(Net, "size", 3)`."""
     targets: list[ast.AST] = []
     for node in ast.walk(statement):
         if isinstance(node, ast.Assign | ast.Delete):
@@ -241,21 +249,31 @@ def _changed(statement: ast.stmt, *, calls: bool = True) -> Iterator[str]:
             targets.append(node.target)
         elif calls and isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             targets.append(node.value.func)
+            if isinstance(node.value.func, ast.Name) and node.value.func.id in ("setattr", "delattr"):
+                yield from filter(None, map(_base, node.value.args[:1]))
     for target in targets:
-        if isinstance(target, ast.Attribute | ast.Subscript):
-            inner: ast.AST = target
-            while isinstance(inner, ast.Attribute | ast.Subscript | ast.Call):
-                inner = inner.func if isinstance(inner, ast.Call) else inner.value
-            if isinstance(inner, ast.Name):
-                yield inner.id
+        if isinstance(target, ast.Attribute | ast.Subscript) and (name := _base(target)):
+            yield name
+
+
+def _base(node: ast.AST) -> str:
+    """Return the name of the object that an attribute, an item or a call is of; "" if it has none."""
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _slice(every: list[_Statement], names: Iterable[str], modules: set[str]) -> tuple[list[_Statement], set[str]]:
     """Return the statements that bind or change these names and those that they use, in order, and all these names."""
     needed, kept = set(names), {number for number, each in enumerate(every) if each.always}
+    inside = {name: each.inside for each in every for name in each.binds}
+    touched = [
+        each.binds | (each.changes.union(*(inside.get(name, ()) for name in each.decorators)) - modules)
+        for each in every
+    ]
     grows = True
     while grows:
-        found = {number for number, each in enumerate(every) if needed & (each.binds | (each.changes - modules))} - kept
+        found = {number for number, own in enumerate(touched) if needed & own} - kept
         for number in found:
             needed |= every[number].uses
         kept |= found

@@ -57,7 +57,7 @@ def fit(spec: PipelineSpec, config: FitConfig, *, show_plan: bool = False, each_
     loggers = check_loggers(config.logger, folder, pickled=pickled)
     if config.callbacks:
         check_callbacks(config.callbacks, run_options(plan, bool(loggers)), pickled=pickled)
-    _check_evaluation(plan, config)
+    _check_needs(plan, config)
     if config.init_from is not None and config.resume is None:  # else it may be needed no longer
         check_source(config.init_from)
     if folder is not None:  # last, so that invalid options do not create a folder
@@ -87,7 +87,9 @@ def fit(spec: PipelineSpec, config: FitConfig, *, show_plan: bool = False, each_
     return result
 
 
-def _check_evaluation(plan: ResolvedPlan, config: FitConfig) -> None:
+def _check_needs(plan: ResolvedPlan, config: FitConfig) -> None:
+    if config.out is None and config.checkpoints is not None and "checkpoints" in config.changed():
+        raise PlanError(f"checkpoints={config.checkpoints} are saved in the folder of the run. Pass fit(out=…), too.")
     for name in ("eval_every", "eval_every_steps"):
         if name in config.changed() and plan.data.val is None:
             raise PlanError(

@@ -92,7 +92,9 @@ def cross_validate(spec: PipelineSpec, folds: int, options: Mapping[str, Any]) -
     configs = []
     for fold in range(folds):
         data = dataclasses.replace(spec.data, val=None, val_split=None, folds=folds, fold=fold)
-        place = None if out is None else f"{out}/fold-{fold}" if is_address(out) else Path(out) / f"fold-{fold}"
+        place: str | Path | None = None
+        if out is not None:  # stores would keep a second "/" in the names of files
+            place = f"{str(out).rstrip('/')}/fold-{fold}" if is_address(out) else Path(out) / f"fold-{fold}"
         configs.append((spec.replace(data=data), FitConfig.of({**options, "out": place})))
     found = [_trained(*each) for each in configs]  # the models of earlier folds are not kept
     histories = tuple(each for each, *_ in found)

@@ -33,12 +33,20 @@ def check_out(out: Path, task: Task) -> None:
     if out.suffix.lower() in TABLES:
         if masks:
             raise DataError(f"{out} is a table, but the predictions are masks. Pass a folder, e.g. {out.stem}/.")
+        if out.is_dir() or not out.parent.is_dir():
+            wrong = f"{out} is a folder" if out.is_dir() else f"The folder {out.parent} does not exist"
+            raise DataError(f"{wrong}. Pass the name of a file in a folder that exists.")
         if out.suffix.lower() == ".parquet":
             require("pyarrow.parquet", "parquet", "write Parquet")
     elif not masks:
         raise DataError(f"{out} must end in {' or '.join(TABLES)}; a folder is for the masks of Segmentation.")
     elif out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"{out} exists. Pass a new folder for the masks.")
+    elif out.is_symlink() or (out.exists() and (out.is_mount() or out.samefile("."))):
+        raise DataError(
+            f"{out} is a link, a mount or the working directory, which the folder of the masks cannot replace when all "
+            f"are written. Pass a new folder in it: {out / 'masks'}."
+        )
 
 
 def write_table(out: Path, rows: Sequence[Mapping[str, Any]], classes: Sequence[str]) -> None:

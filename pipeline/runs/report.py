@@ -25,7 +25,7 @@ from .analysis.batch import ShownBatch, batch_of
 from .analysis.errors import Errors
 from .analysis.picture import figure_of
 from .checkpoints.directory import CheckpointDir
-from .checkpoints.remote import CHECKPOINTS, opened
+from .checkpoints.remote import CHECKPOINTS, opened, run_name
 from .folder import MODEL, PLAN, UNLISTED, provide_code, recipe_text, with_trained
 
 LEDGER = "ledger.json"
@@ -90,7 +90,7 @@ class Report:
             return first_batch(build_pipeline(folder / RECIPE, {}, PipelineSpec))
 
         return cls(
-            title=str(history.facts.get("recipe") or Path(str(run)).name), history=history, plan=texts[PLAN],
+            title=str(history.facts.get("recipe") or run_name(run)), history=history, plan=texts[PLAN],
             recipe=texts[RECIPE], batch=batch, errors=errors, ledger=ledger if ledger.exists() else None,
         )  # fmt: skip
 

@@ -261,8 +261,13 @@ class FitResult:
         if not count:
             device = next((one.device for one in self.model.parameters()), None)
             image = torch.zeros(1, inputs.channels, *height_width(inputs.image_size), device=device)
-            with torch.no_grad():
-                outputs = self.task.outputs(self.model(image))
+            training = self.model.training
+            self.model.eval()  # in training mode, BatchNorm's statistics would count this image
+            try:
+                with torch.no_grad():
+                    outputs = self.task.outputs(self.model(image))
+            finally:
+                self.model.train(training)
             count = outputs.shape[1] if isinstance(outputs, torch.Tensor) and outputs.dim() == 2 else 0
         return TrainedOn(inputs.classes, count)
 

@@ -87,10 +87,10 @@ class Run(Observer):
         self._clock: Observer = clock or Observer()
         self._guard = NonFiniteGuard(self._engine, job.on_nonfinite, self._advice, requests, scaled=scaled, clock=clock)
         self._units = {name: each.unit for name, each in scales(plan.task).items() if each.unit is not None}
-        inputs = Inputs.of(built.train, built.val, plan.data.eval_size)
+        self._inputs = Inputs.of(built.train, built.val, plan.data.eval_size).to_dict()
         facts: dict[str, Any] = {
             "recipe": plan.recipe, "seed": plan.seed, "planned": job.epochs, "provenance": provenance(),
-            "monitor": asdict(built.monitor), "units": self._units, "inputs": inputs.to_dict(), "task": repr(plan.task),
+            "monitor": asdict(built.monitor), "units": self._units, "inputs": self._inputs, "task": repr(plan.task),
         }  # fmt: skip
         self._notes = {
             "strategy": built.engine.note, "parameter groups": built.note, "BatchNorm": built.split_batch_norm,
@@ -183,8 +183,9 @@ class Run(Observer):
         check_compatible(content.facts, self._facts, checkpoint.path, tied_to_length(self._plan))
         if note := check_model(content.facts, self._facts, checkpoint.place, changed=self._job.changed_model):
             self._echo(note)
-        if self._lead and (note := compare_validation(content.facts, self._facts)):
-            warnings.warn(note, CheckpointWarning, stacklevel=2)
+        if self._lead:
+            for note in filter(None, [compare_validation(content.facts, self._facts), self._compare_sizes(checkpoint)]):
+                warnings.warn(note, CheckpointWarning, stacklevel=2)
         if content.epoch + (content.step_in_epoch > 0) > self._job.epochs:
             raise CheckpointError(
                 f"The checkpoint {checkpoint.place} was saved after {content.epoch} epochs and "
@@ -211,6 +212,17 @@ class Run(Observer):
         self._restore_callbacks(checkpoint)
         states.load_randomness(checkpoint, self._engine, self._plan.seed)
 
+    def _compare_sizes(self, checkpoint: Checkpoint) -> str:
+        """Return a warning if the images in evaluation have another size, or ""."""
+        saved, now = checkpoint.content.history.facts.get("inputs"), self._inputs["image_size"]
+        before = saved.get("image_size") if isinstance(saved, dict) else None  # of older runs there is none
+        if before in (None, now) or self._built.val is None:
+            return ""
+        return (
+            f"The images in evaluation had {before} pixels (eval_image_size), and have now {now}: the best checkpoint "
+            "and early stopping compare metrics of both."
+        )
+
     def _take_folder(self, choice: ResumePoint) -> None:
         """Claim the folder for this run. Errors before this leave its contents unchanged."""
         begin_run(self._engine, choice, self._store, saves=self._job.checkpoints is not None)
@@ -226,6 +238,8 @@ class Run(Observer):
             here["stopped"] = facts.pop("stopped")
         if "stopped" in facts:  # by version 0.2.0, without `within`
             facts["stopped"] = {**facts["stopped"], "within": content.step_in_epoch}
+        elif content.epoch < self._job.epochs:  # it will be evaluated here, perhaps on images of another size
+            facts["inputs"] = self._inputs
         since = [*facts.get("resumed", []), {**here, "provenance": provenance()}]
         return replace(content.history, facts={**facts, "planned": self._job.epochs, "resumed": since})
 
@@ -260,7 +274,7 @@ class Run(Observer):
     def _epoch(self) -> None:
         built, hooks, state, artifacts, job = self._built, self._hooks, self.state, self._artifacts, self._job
         start, number = perf_counter(), state.epoch + 1
-        earlier = state.meter.seconds + state.meter.evaluation_s
+        earlier, replaced = state.meter.seconds + state.meter.evaluation_s, state.meter.replaced
         if not state.meter.steps:
             built.begin_epoch()
         total, show = state.epoch_steps * built.train.settings.batch_size, job.progress and self._lead
@@ -271,7 +285,7 @@ class Run(Observer):
             stats = train_epoch(self._engine, built.train, built.loss, hooks, self._schedule, observer)
             if state.epoch < number:  # stopped within the epoch
                 return
-            replaced = self._replaced()
+            replaced += self._replaced()
             with self._evaluating():
                 evaluation = self._evaluate(number) if self._evaluates(number) else None
                 self._check(number, stats, evaluation)

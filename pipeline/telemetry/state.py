@@ -24,6 +24,7 @@ class EpochMeter:
     weight: torch.Tensor | float = 0.0  # the denominators of the steps' means, over all ranks
     earlier_images: int = 0  # of the epochs before this one
     earlier_seconds: float = 0.0
+    replaced: int = 0  # samples that could not be decoded, over all ranks, before the run was resumed in this epoch
 
     @property
     def steps(self) -> int:

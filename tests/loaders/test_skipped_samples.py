@@ -12,6 +12,7 @@ from drivetrain import Pipeline
 from drivetrain.common.errors import BetonError, DataError
 from drivetrain.loaders import FFCVLoader, TorchLoader, open_beton
 from drivetrain.loaders.beton.reader import Beton
+from drivetrain.pipeline import Checkpoints
 from loader_pictures import jpeg_beton
 from torch import nn
 
@@ -161,3 +162,13 @@ def test_every_rank_counts_all(photos: Path, tmp_path: Path, capfd: pytest.Captu
     assert [one.replaced for one in histories[0]] == [one.replaced for one in histories[1]] == [2, 2]
     for one, other in zip(*histories, strict=True):
         assert one.loss == pytest.approx(other.loss, abs=1e-6)
+
+
+def test_a_resumed_epoch_counts_those_before(photos: Path, tmp_path: Path) -> None:
+    pipeline = Pipeline(network, seed=2).load(photos, batch_size=6, image_size=32, workers=1, on_error="skip")
+    pipeline = pipeline.optimize("sgd", lr=0.01)
+    every = Checkpoints(every_steps=1, keep=9, background=False)
+    pipeline.fit(epochs=1, out=tmp_path, checkpoints=every, progress=False)
+    for step in (1, 2, 3):
+        place = tmp_path / f"checkpoints/step-{step:08d}"
+        assert pipeline.fit(epochs=1, resume=place, progress=False).history.epochs[0].replaced == len(BAD)

@@ -19,6 +19,7 @@ class RangeServer:
         self.ranges, self._gone = True, False  # whether it knows ranges
         self.tags = True  # whether it sends entity tags
         self.key: str | None = None  # the Authorization that it wants
+        self.missing = 404  # the status for what is not there
         self._server = ThreadingHTTPServer((host, 0), self._handler())
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
         self._thread.start()
@@ -72,7 +73,7 @@ class RangeServer:
         elif self.key not in (None, to.headers.get("Authorization")):
             to.send_error(401)
         elif not file.is_file():
-            to.send_error(404)
+            to.send_error(self.missing)
         elif to.headers.get("If-Match", _tag(file)) != _tag(file):
             to.send_error(412)
         else:

@@ -17,7 +17,7 @@ from ....strategies.devices import current_device
 from ....strategies.launching.group import of_all_ranks
 from ...tasks.means import mean_of
 from ...tasks.nests import labels_of, map_tensors, pair, select_samples
-from ...tasks.standard import IGNORED
+from ...tasks.standard import IGNORED, Segmentation
 from ...tasks.task import StandardTask, Task, names_of
 from ...training.hooks import TrainingHooks
 from ...training.loop import evaluation_sums
@@ -108,7 +108,7 @@ def judge(engine: Engine, loader: EpochLoader, hooks: TrainingHooks, task: Task,
     metrics = sums.result()
     each, total = judged.joined(engine.world_size)
     kept = unsure.joined(engine.world_size) | worst.joined(engine.world_size)
-    count = getattr(task, "classes", width or 1)
+    count = task.classes if isinstance(task, Segmentation) else width or 1
     # Of masks, the last names may be those of values that do not count.
     named = loader.classes[:count] if task.kind == "masks" else loader.classes
     names = tuple(names_of(count, named))

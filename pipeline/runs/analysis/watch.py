@@ -15,7 +15,7 @@ from ...tasks.metrics import format_metric
 from ...telemetry.history import HISTORY
 from ...telemetry.loggers import METRICS, PROMETHEUS, RANK_GAUGES
 from ...telemetry.rank_times import RankTimes
-from ..checkpoints.remote import opened
+from ..checkpoints.remote import opened, run_name
 from .compare import RunSummary, read_run
 
 QUIET = 120.0  # seconds without a change after which the line reports it
@@ -98,7 +98,7 @@ def look(run: str | Path) -> RunState:
     """Return what the run in a folder or at an address has reached now. No weights are read, and no code of its recipe
     is run. Raise DataError if it is not a run, CheckpointError if an address cannot be reached."""
     folder = opened(run, RECIPE, HISTORY, PROMETHEUS)
-    summary = read_run(folder, Path(str(run).rstrip("/")).name)
+    summary = read_run(folder, run_name(run))
     gauges = _gauges(folder / PROMETHEUS)
     newest = {name.removeprefix("drivetrain_"): value for (name, rank), value in gauges.items() if not rank}
     # A run that begins has these metrics before its other files.

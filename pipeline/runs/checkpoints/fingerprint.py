@@ -31,6 +31,7 @@ from ...describe.pipeline_spec import PipelineSpec, sort_transforms
 from ...describe.resolve import ResolvedPlan
 from ...models.factories import LIBRARIES, name_of_factory
 from ...optim.schedules import label
+from ...tasks.target_scale import TargetScale
 from ...training.build import Built
 from ...training.model_identity import attributes, difference, digest, is_filled
 
@@ -66,6 +67,7 @@ def fingerprint(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]
         "schedule": optimization.schedule,
         "schedule_options": dict(optimization.schedule_options),
         "warmup": optimization.warmup,
+        "scale_lr of the scheduler": optimization.scheduled_scale(data.batch_size),
         "precision": distribution.precision,
         "clip_norm": distribution.clip_norm,
         "epochs": epochs,
@@ -75,7 +77,8 @@ def fingerprint(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]
         samples = val.state_dict()["samples"]
         name = f"{files_of(data.train if data.val is None else data.val)} ({samples:,} samples)"
         facts[VALIDATION] = [name, [samples, _identity(val)]]
-    if (scale := getattr(built.plan.task, "scale", None)) is not None:  # of older runs there is none
+    scale = getattr(built.plan.task, "scale", None)
+    if isinstance(scale, TargetScale):  # of older runs there is none, and a task of your own may name anything so
         facts["scale of the targets"] = [[f"{value:.5g}" for value in each.tolist()] for each in scale]
     return dict(json.loads(json.dumps(facts, default=identity)))
 
@@ -85,7 +88,7 @@ def check_compatible(saved: dict[str, Any], own: dict[str, Any], where: object, 
     for key, value in own.items():
         if key in (MODEL, VALIDATION):
             continue  # see `check_model`, `compare_validation`
-        there = saved.get(key)
+        there = saved.get(key, value if key == "scale_lr of the scheduler" else None)  # of older runs there is none
         if key == "parameter groups":
             there, value = _in_both(there, value)
         if there == value or (key == "epochs" and not tied):

@@ -64,6 +64,7 @@ class Meter(TypedDict):
     weight: NotRequired[float | None]  # older versions, which counted each step once, lack it
     earlier_images: NotRequired[Count]  # older versions lack both
     earlier_seconds: NotRequired[float]
+    replaced: NotRequired[Count]  # likewise
 
 
 class FileFacts(TypedDict):

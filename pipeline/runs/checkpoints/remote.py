@@ -7,6 +7,7 @@ its `state.json`, which has the digests of the others. A checkpoint at an addres
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import time
@@ -190,6 +191,11 @@ class RemoteRun:
 
     def _remember(self, seen: dict[str, list[Any]]) -> None:
         write_file(self.folder / _SEEN, json.dumps(seen))
+
+
+def run_name(run: str | Path) -> str:
+    """Return the name of a run's folder, also of the working directory as `.`, or the last part of its address."""
+    return Path(str(run) if is_address(run) else os.path.abspath(run)).name  # noqa: PTH100 - not `resolve`
 
 
 def is_of_run(content: bytes | None, run: str) -> bool:

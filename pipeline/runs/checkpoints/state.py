@@ -96,13 +96,21 @@ def capture_state(
         epoch=position.epoch,
         step=position.step,
         step_in_epoch=position.meter.steps,
-        meter=cast(Meter, position.meter.state_dict(engine)),
+        meter=cast(Meter, {**position.meter.state_dict(engine), "replaced": _replaced(built)}),
         optimizer=OptimizerContent(optimizer.groups, dict(optimizer.loss_scale)),
         methods=values,
         loader=built.train.state_dict(),
         shards=Shards(writers, shapes, flat) if writers > 1 else None,
         **about,
     )
+
+
+def _replaced(built: Built) -> int:
+    """Return how many samples of this epoch could not be decoded so far, over all ranks, which must call it."""
+    if built.train.settings.on_error != "skip":
+        return 0
+    since = built.engine.reduce(torch.tensor(float(len(built.train.replaced))), "sum")
+    return built.hooks.state.meter.replaced + int(since.item())
 
 
 def _gpus(engine: Engine) -> dict[str, torch.device]:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -328,6 +329,15 @@ def test_without_a_manifest(address: str, served: Path) -> None:
     assert open_beton(address).checksums is None
 
 
+def test_a_manifest_that_is_denied_is_none(server: RangeServer, address: str, served: Path) -> None:
+    """As of S3, where a file that is not there is denied to those who may not list the others."""
+    served.with_name("train.beton.json").unlink()
+    server.missing = 403
+    assert open_beton(address).checksums is None
+    with pytest.raises(DataError, match=r"gone.beton cannot be read: .*403"):
+        open_beton(server.address("gone.beton"))
+
+
 def test_threads_that_ask_for_the_same_fetch_it_once(server: RangeServer, address: str) -> None:
     mirror = Mirror(local_copy(address))
     server.delay = 0.2
@@ -375,6 +385,18 @@ def test_the_folder_keeps_to_its_limit(server: RangeServer, served: Path, tmp_pa
     assert [path.parent for path in cache.glob("*/blocks")] == [two.parent]
     with pytest.raises(DataError, match="does not fit"):
         local_copy(server.address("three.beton"), Remote(cache, size / 2e9))
+
+
+def test_a_full_copy_without_a_manifest_needs_no_more_room(
+    address: str, served: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served.with_name("train.beton.json").unlink()
+    copy = local_copy(address)
+    mirror = Mirror(copy)
+    mirror.fetch(np.array([0]), served.stat().st_size)
+    mirror.close()
+    monkeypatch.setattr(cache.shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    assert local_copy(address) == copy
 
 
 def test_a_folder_that_cannot_be_written(address: str, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import torchvision
 from command_line import call, toy_values
 from drivetrain import BetonError, DataError, DrivetrainError, Pipeline, PlanError, RecipeError, StrategyError
 from drivetrain.loaders import convert
+from drivetrain.pipeline import Checkpoints
 from drivetrain.pipeline.describe.pipeline_spec import sort_transforms
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.strategies import DDP
@@ -186,6 +187,10 @@ REFUSED_AT_ONCE: dict[str, tuple[Make, type[DrivetrainError], str]] = {
     "resume without a folder": (lambda toy: toy.pipeline().fit(epochs=1, resume=True), PlanError, "resume='auto'"),
     "checkpoints": (
         lambda toy: toy.pipeline().fit(epochs=1, checkpoints="yes"), PlanError, r"checkpoints='yes' must.*Checkpoints\("
+    ),
+    "checkpoints without a folder": (
+        lambda toy: toy.pipeline().fit(epochs=1, checkpoints=Checkpoints(every_steps=1)),
+        PlanError, r"Checkpoints\(every_steps=1, .*Pass fit\(out=…\), too"
     ),
     "optimizer value as text": (
         lambda toy: toy.pipeline().optimize("sgd", lr="fast"), PlanError, r"\('sgd'\): lr='fast' must be a number\.$"

@@ -176,6 +176,13 @@ def test_a_run_travels_without_the_file(state: dict[str, torch.Tensor], toy: Toy
 TIMM = "timm:resnet10t"
 
 
+def test_a_file_that_is_gone_is_not_taken_for_a_name() -> None:
+    with weights_omitted():
+        assert pretrained(NAME, 7, "gone.ckpt").get_submodule(HEAD).out_channels == 7
+    with pytest.raises(RecipeError, match=r"has no weights 'gone.ckpt', nor is that a file"):
+        pretrained(NAME, 7, "gone.ckpt")
+
+
 def test_timms_model_trains_and_goes_into_a_recipe(toy: Toy, tmp_path: Path) -> None:
     pipeline = Pipeline(TIMM, num_classes=CLASSES).load(toy.train, toy.val, batch_size=32, image_size=32, workers=1)
     result = pipeline.fit(epochs=1, out=tmp_path, progress=False)

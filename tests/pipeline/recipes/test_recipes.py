@@ -240,6 +240,13 @@ def test_what_is_done_with_a_completed_recipe_stays_there() -> None:
     assert completed("cifar10-quickstart").values["loading"]["padding"] == 4
 
 
+def test_a_completed_recipe_takes_no_further_values() -> None:
+    full = completed("baseline", {"epochs": 3})
+    assert Pipeline.from_recipe(full).epochs == 3
+    with pytest.raises(RecipeError, match=r"baseline is completed, and takes no epochs=, seed= any more"):
+        Pipeline.from_recipe(full, epochs=5, seed=2)
+
+
 def test_a_dict_is_a_recipe(toy: Toy) -> None:
     recipe = {
         "model": "cifar_resnet", "model_options": {"num_classes": CLASSES, "width": 4}, "train": toy.train,

@@ -110,6 +110,37 @@ def test_what_is_saved(tmp_path: Path) -> None:
     )
 
 
+REGISTERED = """PARTS = {}
+SIZES = []
+def part(kind):
+    PARTS[kind.__name__] = kind
+    return kind
+def sized(number):
+    def add(kind):
+        SIZES.append(number)
+        return kind
+    return add
+@part
+class One: ...
+@sized(3)
+class Two: ...
+class Parts(dict):
+    def add(self, kind):
+        self[kind.__name__] = kind
+OTHERS = Parts()
+@OTHERS.add
+class Three: ...
+"""
+
+
+def test_what_decorators_register_and_setattr_changes_is_saved(tmp_path: Path) -> None:
+    script = NET.format(before=REGISTERED, after=" * len(PARTS) * sum(SIZES) * len(OTHERS)")
+    text = defined(tmp_path, f"{script}setattr(Net, 'size', 5)\n")
+    assert [f"class {name}: ..." in text for name in ("One", "Two", "Three")] == [True] * 3
+    assert text.endswith("setattr(Net, 'size', 5)\n")
+    assert "class One" not in defined(tmp_path, NET.format(before=REGISTERED, after=" * sum(SIZES)"))
+
+
 @pytest.mark.parametrize(
     ("before", "after", "later", "words"),
     [

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from statistics import fmean, stdev
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -39,6 +40,14 @@ def test_each_fold_is_a_training_of_its_own(pipeline: Pipeline, toy: Toy, tmp_pa
     assert again.metrics == found.metrics
     times = [[each.epochs[0].seconds for each in one.histories] for one in (found, again)]
     assert times[0] == times[1]  # nothing was trained again
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_an_address_may_end_as_that_of_a_folder(pipeline: Pipeline) -> None:
+    store = fsspec.filesystem("memory")
+    pipeline.cross_validate(2, epochs=1, progress=False, out="memory://folds/", checkpoints=None)
+    assert sorted(store.glob("/folds/*/history.json")) == [f"/folds/fold-{fold}/history.json" for fold in range(2)]
+    store.rm("/folds", recursive=True)
 
 
 class OfMany(SumMetric):

@@ -89,6 +89,20 @@ def test_two_masks_of_one_name_are_refused_before_anything_is_predicted(run: Any
     assert not (tmp_path / "masks").exists()
 
 
+def test_a_folder_that_cannot_be_replaced_is_refused_before_anything_is_predicted(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, result, _ = run
+    (tmp_path / "0.jpg").write_bytes(b"damaged: predicting would raise this first")
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    monkeypatch.chdir(tmp_path / "here")
+    for out, remedy in ((".", "masks"), (tmp_path / "link", f"{tmp_path}/link/masks")):
+        with pytest.raises(DataError, match=rf"is a link, a mount or .* Pass a new folder in it: {remedy}\.$"):
+            result.predict(tmp_path / "0.jpg", out=out)
+
+
 def test_without_a_palette_nothing_is_added(tmp_path: Path) -> None:
     result = jobs.pipeline_of(write(tmp_path, colored=False)).fit(epochs=1, progress=False)
     assert result.inputs.colors == ()

@@ -26,6 +26,7 @@ from drivetrain.transforms import EMA, BlurPool, TestTimeFlip
 from loader_pictures import jpeg_bytes, picture
 from numpy.typing import NDArray
 from PIL import Image
+from pipeline_data import BATCH, SIDE, TRAIN, Toy, batch_norm_model, write_toy
 from safetensors import safe_open
 from task_jobs import Outputs
 
@@ -278,6 +279,16 @@ def test_tables(run: tuple[FitResult, Path, str], folder: Path, tmp_path: Path, 
         result.predict(tmp_path, out=tmp_path / "folder")
 
 
+def test_a_table_without_a_place_is_refused_before_anything_is_predicted(
+    run: tuple[FitResult, Path, str], tmp_path: Path
+) -> None:
+    (tmp_path / "0.jpg").write_bytes(b"damaged: predicting would raise this first")
+    (tmp_path / "a.csv").mkdir()
+    for out, words in (("gone/a.csv", f"The folder {tmp_path}/gone does not exist"), ("a.csv", "a.csv is a folder")):
+        with pytest.raises(DataError, match=rf"{words}\. Pass the name of a file in a folder that exists"):
+            run[0].predict(tmp_path / "0.jpg", out=tmp_path / out)
+
+
 def test_bad_images_are_named(run: tuple[FitResult, Path, str], tmp_path: Path) -> None:
     result = run[0]
     half = tmp_path / "half.jpg"
@@ -408,3 +419,15 @@ def test_a_program_is_compared_on_these_pixels(crops: Ran, name: str, tmp_path: 
 def test_the_preprocessing_is_shown(crops: Ran) -> None:
     inputs, shown = crops[0].inputs, repr(crops[0].preprocess)
     assert f"24 × 32, eval_crop='{inputs.eval_crop}', interpolation='nearest'" in shown
+
+
+def test_a_model_in_training_mode_is_evaluated_as_it_is(toy: Toy, tmp_path: Path) -> None:
+    """Its number of classes, which data without names does not have, is asked for with an image."""
+    bare = str(write_toy(tmp_path / "bare.beton", TRAIN, seed=1, classes=None))
+    pipeline = toy.pipeline(batch_norm_model).load(bare, bare, batch_size=BATCH, image_size=SIDE, workers=1)
+    result = pipeline.fit(epochs=1, progress=False)
+    before = {name: value.clone() for name, value in result.model.state_dict().items()}
+    result.model.train()
+    assert result.evaluate() == pytest.approx(result.metrics)
+    assert result.model.training
+    torch.testing.assert_close(result.model.state_dict(), before, rtol=0, atol=0)

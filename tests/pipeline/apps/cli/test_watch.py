@@ -16,6 +16,7 @@ from drivetrain import Callback, Checkpoints, EarlyStopping, RunView
 from drivetrain.pipeline import compare_runs, load_run
 from drivetrain.pipeline.apps.cli.watch import _drawn
 from drivetrain.pipeline.runs.analysis import watch
+from drivetrain.pipeline.runs.report import Report
 from drivetrain.pipeline.telemetry.loggers import PrometheusLogger
 from pipeline_data import BATCH, TRAIN, Toy, plain_model
 from torch import nn
@@ -45,6 +46,13 @@ def test_a_finished_run(toy: Toy, tmp_path: Path) -> None:
     assert text.startswith(f"run: 2 of 2 epochs, loss {history.epochs[-1].loss:.4f}, ")
     assert f"{history.latest}, best " in text
     assert text.endswith(", finished\n")
+
+
+def test_the_working_directory_has_a_name(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    toy.pipeline().fit(epochs=1, out=tmp_path / "run", progress=False, checkpoints=None)
+    monkeypatch.chdir(tmp_path / "run")
+    assert f"{watch.look('.')}".startswith("run: 1 of 1 epochs, ")
+    assert Report.of(".", pytest.fail).title == "run"
 
 
 def test_the_newest_metrics_of_a_step(toy: Toy, tmp_path: Path) -> None:

@@ -340,6 +340,21 @@ def test_a_task_of_ones_own_that_declares_its_targets_has_its_losses(tmp_path: P
     assert errors.losses.mean() == pytest.approx(errors.metrics["val_loss"], abs=1e-5)
 
 
+class Named(Declared):
+    """Has arguments of the names that the tasks of Drivetrain have for other things."""
+
+    def __init__(self, scale: float = 2.0, classes: tuple[str, ...] = ("red", "green", "blue")) -> None:
+        self.scale, self.classes = scale, classes
+
+
+def test_a_task_of_ones_own_may_name_its_arguments_as_it_likes(tmp_path: Path) -> None:
+    files = jobs.write(tmp_path, lambda pictures: pictures.mean((1, 2)).argmax(1))
+    pipeline = Pipeline(jobs.Outputs, num_classes=3).task(Named())
+    pipeline = pipeline.load(*files, batch_size=32, image_size=jobs.SIDE, flip=False, workers=1)
+    errors = pipeline.fit(epochs=1, progress=False).errors()
+    assert errors.classes == ("0", "1", "2")
+
+
 def test_a_class_without_samples_and_predictions_has_no_f1() -> None:
     at, common = np.arange(2), {"pictures": {}, "probabilities": np.ones(2, np.float32)}
     errors = ClassErrors("x", {}, (*"abc",), at, np.ones(2, np.float32), targets=at, predictions=at, **common)

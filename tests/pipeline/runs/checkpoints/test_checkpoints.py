@@ -179,6 +179,17 @@ def test_the_history_goes_on(toy: Toy, tmp_path: Path, capsys: Any) -> None:
     assert second.seconds > second.images_per_s**-1 * TRAIN * 0.99
 
 
+def test_evaluated_on_images_of_another_size_from_then_on(toy: Toy, tmp_path: Path) -> None:
+    small, large = toy.pipeline(), toy.pipeline(eval_image_size=SIDE + 8)
+    fit(small, 1, out=tmp_path)
+    with pytest.warns(CheckpointWarning, match=rf"had {SIDE} pixels \(eval_image_size\), and have now {SIDE + 8}: the"):
+        resumed = fit(large, 2, out=tmp_path, resume="auto")
+    assert resumed.inputs.image_size == SIDE + 8
+    with pytest.warns(CheckpointWarning, match=rf"had {SIDE + 8} pixels"):
+        finished = fit(small, 2, out=tmp_path, resume="auto")
+    assert finished.inputs.image_size == SIDE + 8  # its metrics are of those
+
+
 def test_auto(toy: Toy, tmp_path: Path, capsys: Any) -> None:
     pipeline = toy.pipeline(batch_norm_model)
     whole = pipeline.fit(epochs=3, out=tmp_path, resume="auto")
@@ -256,6 +267,21 @@ def test_another_run_is_refused(toy: Toy, tmp_path: Path) -> None:
     # And what makes no difference to the numbers is not compared.
     moved = pipeline.load(other.train, other.val, batch_size=BATCH, image_size=SIDE, flip=False, workers=2)
     assert len(fit(moved.distribute("single", accumulate=2), resume=tmp_path).history.epochs) == 3
+
+
+def halved(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.StepLR:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+def test_another_scale_of_a_schedulers_learning_rates_is_refused(toy: Toy, tmp_path: Path) -> None:
+    def tuned_for(batch_size: int) -> Pipeline:
+        options: dict[str, Any] = {"schedule": halved, "scale_lr": True, "base_batch_size": batch_size}
+        return toy.pipeline().optimize("sgd", lr=0.1, **options)
+
+    fit(tuned_for(BATCH), 1, out=tmp_path)
+    with pytest.raises(CheckpointError, match=r"scale_lr of the scheduler = 1.0, and this one has 2.0"):
+        fit(tuned_for(BATCH // 2), 2, resume=tmp_path)
+    assert len(fit(tuned_for(BATCH), 2, resume=tmp_path).history.epochs) == 2
 
 
 def wide() -> nn.Module:
