@@ -119,5 +119,6 @@ def test_the_script_for_ray_tune(here: Path, ray_environment: dict[str, str]) ->
     printed = output_of(sys.executable, "-c", RAY, env=ray_environment, timeout=600)
     assert "{'lr': 0.05}" in printed
     epochs = [len(load_run(run).history.epochs) for run in (here / "search").iterdir()]
-    assert sorted(epochs) == [1, 4]  # ASHA has ended one
+    ended, whole = sorted(epochs)
+    assert ended < whole == 4  # ASHA has ended one, which may have trained on until Ray did so
     assert not left(ray_environment["HOME"])
