@@ -45,6 +45,9 @@ class VariantId:
     def __str__(self) -> str:
         return NAMES[self.kind].format(self.stage)
 
+    def __format__(self, spec: str) -> str:
+        return format(str(self), spec)
+
     @property
     def is_row(self) -> bool:
         """Whether it is a row of the ledger's main table: plain PyTorch, or a stage added in turn."""

@@ -12,7 +12,7 @@ from drivetrain import Pipeline
 from drivetrain.common.budget import Budget
 from drivetrain.pipeline import Ledger
 from drivetrain.pipeline.describe.resolve import resolve
-from drivetrain.pipeline.ledger.variant import LOADER, MODEL, Trial, VariantId
+from drivetrain.pipeline.ledger.variant import LOADER, MODEL, PLAIN, Trial, VariantId, in_turn
 from drivetrain.pipeline.measuring.ledger import Record, _Measurement
 from drivetrain.pipeline.measuring.runner import Loaders, build_variant
 from drivetrain.pipeline.measuring.trials import BuiltVariant
@@ -46,6 +46,18 @@ def trials_of(speeds: Mapping[VariantId, float], waited: float = 0.0) -> dict[Va
 def of_speeds(*rounds: dict[VariantId, float], facts: dict[str, Any] | None = None, **fields: Any) -> Ledger:
     """A ledger from images/s, with ceilings that nothing reaches where none are given."""
     return Ledger([trials_of(one | HIGH | one) for one in rounds], {"recipe": None} | (facts or {}), **fields)
+
+
+WHOLE = in_turn("FFCV loader")
+
+
+def made_up(*, model: float = 900, loader: float = 4000) -> Ledger:
+    """Three rounds on a machine that gets slower; the FFCV loader is 2, 2.5 and 3 times as fast."""
+    rounds = []
+    for speed, faster in ((400, 2), (200, 2.5), (100, 3)):
+        speeds = {PLAIN: speed, WHOLE: speed * faster, LOADER: loader, MODEL: model}
+        rounds.append({one: Trial(1200, 1200 / each, 300 / each) for one, each in speeds.items()})
+    return Ledger(rounds, {"recipe": "made <up>"})
 
 
 def in_process(toy: Toy, model: Any = plain_model, **load: Any) -> Pipeline:

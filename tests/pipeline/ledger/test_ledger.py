@@ -1,9 +1,8 @@
-"""The ledger as a value: its arithmetic on synthetic rounds, its table, files, picture and comparison."""
+"""The ledger as a value: its arithmetic on synthetic rounds, its table, files and comparison."""
 
 import dataclasses
 import json
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import astuple
 from pathlib import Path
@@ -12,12 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from command_line import call
-from drivetrain import DrivetrainError, MissingExtra
+from drivetrain import DrivetrainError
 from drivetrain.pipeline import Ledger, compare
-from drivetrain.pipeline.apps.cli.training import _show
 from drivetrain.pipeline.ledger.comparison import differences
 from drivetrain.pipeline.ledger.data import Accuracies, Trained
-from drivetrain.pipeline.ledger.picture import picture
 from drivetrain.pipeline.ledger.statistics import ratio, ratio_of_means, t_quantile
 from drivetrain.pipeline.ledger.variant import (
     COPY,
@@ -33,24 +30,13 @@ from drivetrain.pipeline.ledger.variant import (
     same_samples,
     without,
 )
-from ledgers import of_speeds, trials_of
-
-WHOLE = in_turn("FFCV loader")
+from ledgers import WHOLE, made_up, of_speeds, trials_of
 
 
 @pytest.fixture(autouse=True)
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """A terminal in which each sentence is a line."""
     monkeypatch.setenv("COLUMNS", "1000")
-
-
-def made_up(*, model: float = 900, loader: float = 4000) -> Ledger:
-    """Three rounds on a machine that gets slower; the FFCV loader is 2, 2.5 and 3 times as fast."""
-    rounds = []
-    for speed, faster in ((400, 2), (200, 2.5), (100, 3)):
-        speeds = {PLAIN: speed, WHOLE: speed * faster, LOADER: loader, MODEL: model}
-        rounds.append({one: Trial(1200, 1200 / each, 300 / each) for one, each in speeds.items()})
-    return Ledger(rounds, {"recipe": "made <up>"})
 
 
 def test_rows_hold_ratios_within_rounds_with_their_intervals() -> None:
@@ -178,25 +164,6 @@ def test_files_that_cannot_be_written(name: str, message: str, tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in {"matplotlib", *(name for name in sys.modules if name.startswith("matplotlib."))}:
-        monkeypatch.setitem(sys.modules, name, None)
-    words = r"matplotlib is needed to draw the ledger.*pip install 'drivetrain\[plot\]'"
-    with pytest.raises(MissingExtra, match=f"(?s){words}"):
-        made_up().save(tmp_path / "ledger.png")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_picture_has_the_names_as_they_are() -> None:
-    """Between two "$", matplotlib would draw mathematics, or fail."""
-    pytest.importorskip("matplotlib")
-    ledger = Ledger(made_up().rounds, {"recipe": r"$\my$.yaml"}, left_out={in_turn("x"): r"no $\file$"})
-    figure = ledger.show()
-    assert figure.axes[0].get_title(loc="left") == r"\$\my\$.yaml: each stage added in turn"
-    assert any(r"no \$\file\$" in text.get_text() for text in figure.texts)
-    assert figure._repr_png_()
-
-
 def test_a_stage_has_its_gain_alone_in_turn_and_last() -> None:
     speeds = {
         PLAIN: 100.0, in_turn("a"): 200, in_turn("b"): 220, in_turn("c"): 330,
@@ -212,6 +179,11 @@ def test_a_stage_has_its_gain_alone_in_turn_and_last() -> None:
     assert first.last is not None
     assert second.last is not None
     assert (first.last.value, second.last.value) == pytest.approx((300 / 120, 300 / 200))
+
+
+def test_names_of_variants_are_formatted_as_texts() -> None:
+    assert [f"{name:<13}|" for name in made_up().ceilings] == ["loader alone |", "model alone  |"]
+    assert f"{WHOLE:>15}" == "  + FFCV loader"
 
 
 def test_what_was_left_out_is_told() -> None:
@@ -437,61 +409,6 @@ def test_accuracies_are_told_beside_the_speeds() -> None:
     assert "time to 80.00%" in made._repr_html_()
 
 
-SPEEDS = {
-    PLAIN: 100.0, in_turn("a"): 200.0, in_turn("b"): 220.0, in_turn("c"): 330.0, LOADER: 5000.0, MODEL: 350.0,
-    only("b"): 150.0, without("a"): 250.0, without("b"): 320.0,
-}  # fmt: skip
-
-
-def three_stages() -> Ledger:
-    """Three stages, of which c was not measured alone."""
-    trials = trials_of(SPEEDS)
-    trials[SPLIT] = Trial(1000, 10.0, 1.0, parts={"forward": 3.0, "backward": 4.0, "step": 1.5})
-    machine = {
-        "hardware": {"gpus": [], "processor": "a processor", "cores": 2}, "date": "2026-01-01T00:00",
-        "versions": {"torch": "2", "drivetrain": "1"},
-    }  # fmt: skip
-    return Ledger([trials, trials], {"recipe": "mine", "provenance": machine | {"command": "the command"}})
-
-
-def texts(axes: Any) -> list[str]:
-    return [text.get_text() for text in axes.texts]
-
-
-def test_bars_of_throughput_with_the_ceilings_drawn_in() -> None:
-    throughput, *_ = picture(three_stages()).axes
-    bars = [bar.get_width() for bar in throughput.patches]
-    assert bars == pytest.approx([100, 200, 220, 330])
-    assert [label.get_text() for label in throughput.get_yticklabels()] == [str(PLAIN), "+ a", "+ b", "+ c"]
-    # The model's ceiling is a line at its place; the loader's is far beyond, and said at the edge.
-    (line,) = [line for line in throughput.lines if line.get_linestyle() == "--"]
-    assert line.get_xdata() == pytest.approx([350, 350])
-    assert {"model alone: 350 ", "loader alone: 5,000 →"} <= set(texts(throughput))
-    assert any("330 images/s    3.30 ×" in text for text in texts(throughput))
-
-
-def test_marginal_gains_and_where_the_time_goes() -> None:
-    _, gains, split = picture(three_stages()).axes
-    drawn = {place.get_label(): place.lines[0].get_xdata().tolist() for place in gains.containers}
-    assert drawn["alone"] == pytest.approx([2.0, 1.5])
-    assert drawn["added in turn"] == pytest.approx([2.0, 1.1, 1.5])
-    assert drawn["added last"] == pytest.approx([330 / 250, 330 / 320, 1.5])
-    shares = {bars.get_label(): bars.patches[0].get_width() for bars in split.containers}
-    expected = {"waiting": 0.1, "forward": 0.3, "backward": 0.4, "step": 0.15, "other": 0.05}
-    assert shares == pytest.approx({f"{name} {share:.0%}": share for name, share in expected.items()})
-
-
-def test_the_caption_holds_findings_and_provenance(tmp_path: Path) -> None:
-    figure = picture(three_stages())
-    caption = " ".join(figure.texts[0].get_text().split())
-    assert three_stages().bound in caption
-    machine = "2 interleaved rounds on a processor, 2 cores; torch 2, Drivetrain 1, 2026-01-01: the command"
-    assert machine in caption
-    nowhere = Ledger(three_stages().rounds, {"recipe": None})
-    nowhere.save(tmp_path / "ledger.svg")
-    assert picture(nowhere).texts[0].get_text().endswith("2 interleaved rounds")
-
-
 MACHINE = {"hardware": [1], "versions": {}, "date": "", "command": ""}
 
 
@@ -583,17 +500,6 @@ def test_every_figure_in_the_file_has_its_n_and_spread(good: dict[str, Any]) -> 
         assert (row["images_per_s"]["n"], row["ratio"]["n"]) == (2, 2)
     assert {stage["in_turn"]["n"] for stage in good["stages"]} == {2}
     assert {one["n"] for one in good["ceilings"].values()} == {2}
-
-
-def test_the_command_does_not_fail_without_matplotlib(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """After a training, it would not print what it has written."""
-    for name in {"matplotlib", *(name for name in sys.modules if name.startswith("matplotlib."))}:
-        monkeypatch.setitem(sys.modules, name, None)
-    _show(made_up(), tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["ledger.json"]
-    assert "There is no ledger.png: matplotlib is needed to draw the ledger" in capsys.readouterr().out
 
 
 def test_the_accuracies_are_those_of_the_monitored_metric(tmp_path: Path) -> None:
