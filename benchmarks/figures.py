@@ -283,6 +283,24 @@ def methods_table() -> str:
     return rows("method | kind | what it does | changes | step time, eager | compiled", lines)
 
 
+def effects_table() -> str:
+    """Return what each method changes in the time to an accuracy, and in the last accuracy."""
+
+    def ends(figure: dict[str, float | None], kind: str) -> str:
+        known = [figure[end] for end in ("low", "high") if figure[end] is not None]
+        return f" ({' to '.join(format(end, kind) for end in known)})" if len(known) == 2 else ""
+
+    found = result("methods")
+    lines = []
+    for name, row in found["methods"].items():
+        ratio, more = row["ratio"], row["accuracy"]
+        time = "not from every seed" if ratio is None else f"{ratio['value']:.2f}{ends(ratio, '.2f')}"
+        points = {key: None if end is None else 100 * end for key, end in more.items()}
+        lines.append([name, time, f"{points['value']:+.1f}{ends(points, '+.1f')}"])
+    head = f"with it, over without | time to {found['target']:.0%} | percentage points after {found['epochs']} epochs"
+    return rows(head.replace("%", " %"), lines)
+
+
 def ranks_table() -> str:
     """Return speed and traffic of `cluster.json`, with ours relative to plain PyTorch."""
     strategies = entry("cluster", "steps / by_strategy")
@@ -396,6 +414,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ledger of the quickstart": functools.partial(ledger_table, "quickstart-ledger"),
     "ledger of imagenette-5": functools.partial(ledger_table, "imagenette-5-ledger"),
     "methods": methods_table,
+    "effect of methods": effects_table,
     "cost of several ranks": ranks_table,
     "cost of a rank by samples": scale_table,
     "cost of a selection": selections_table,

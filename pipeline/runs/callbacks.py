@@ -93,7 +93,8 @@ class RunCallbacks(Observer):
         limit = timedelta(seconds=timeout)  # torch's own is half an hour
         self._group: Any = dist.new_group(backend="gloo", timeout=limit) if ranks else None
         self._late: Exchange | None = None
-        self._started, self._taken, self._agreed = False, False, ""
+        self._open: list[Callback] = []  # those whose `on_fit_end` is due
+        self._taken, self._agreed = False, ""
 
     def restore(self, states: Mapping[str, Mapping[str, Any]], history: Sequence[Epoch]) -> list[str]:
         """Use these states from a checkpoint, by class name, and its finished epochs. Return the names of those without
@@ -106,7 +107,7 @@ class RunCallbacks(Observer):
         return {name: state for name, state in states.items() if state}
 
     def on_start(self, state: TrainState) -> None:  # noqa: ARG002
-        self._started = True
+        self._open = [*self._all]
         self._call("on_fit_start")
         for one in self._all:
             if type(one).__name__ in self._saved and self._failure is None:
@@ -157,8 +158,9 @@ class RunCallbacks(Observer):
             self._end(state)
 
     def finish(self) -> States:
-        self._started = False
-        self._call("on_fit_end")
+        self._view._may_stop = False
+        while self._open and self._failure is None:  # `on_end` calls those after one that failed
+            self._guarded(self._open.pop(0), "on_fit_end", self._view)
         self._agree()
         if self._group is not None:
             dist.destroy_process_group(self._group)
@@ -166,10 +168,10 @@ class RunCallbacks(Observer):
 
     def on_end(self, *, failed: bool) -> None:
         """Call `on_fit_end` after a failure, without the other ranks; the run's error matters more than theirs."""
-        if not failed or not self._started:
+        if not failed:
             return
         self._view._failed = True
-        for one in self._all:
+        for one in self._open:
             try:
                 one.on_fit_end(self._view)
             except Exception as error:
@@ -184,7 +186,7 @@ class RunCallbacks(Observer):
         self._agree()  # on errors in the evaluation of a run that is stopped
 
     def _call(self, event: str) -> None:
-        self._view._may_stop = event not in ("on_fit_start", "on_fit_end")
+        self._view._may_stop = event != "on_fit_start"
         for one in self._all:
             if self._failure is None:  # other ranks learn of it in `_agree`
                 self._guarded(one, event, self._view)

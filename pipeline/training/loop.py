@@ -281,7 +281,7 @@ def evaluate(
     """Return `val_loss`, the task's mean loss without transforms, and its metrics, over all samples of all ranks.
 
     `val_loss` is the sum of the numerators of all batches over the sum of their denominators, so it does not depend on
-    the batch size.
+    the batch size. Before, each buffer that has a mean, as BatchNorm's statistics, gets that of all ranks.
 
     Args:
         engine: the model, from a strategy.
@@ -298,6 +298,7 @@ def evaluate(
         >>> sorted(evaluate(engine, loader))
         ['top1', 'val_loss']
     """
+    engine.sync_buffers()
     sums = evaluation_sums(engine, hooks or TrainingHooks(()), task or Classification())
     with current_device(engine.device):
         for images, labels in map(pair, batches):

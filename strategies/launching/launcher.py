@@ -23,6 +23,7 @@ from typing import IO, Any, TypeVar
 import cloudpickle
 import psutil
 
+from ...common.checks import check_whole, plain
 from ...common.errors import StrategyError
 from ...common.signals import handled, interrupts_held, is_unhandled
 from .. import registry
@@ -168,8 +169,7 @@ def launch(
             is not the number of ranks that torchrun started. No rank is left running.
         KeyboardInterrupt: after Ctrl-C.
     """
-    if devices < 1:
-        raise StrategyError(f"launch: devices={devices} must be a positive integer.")
+    check_whole("launch: devices", plain(devices), StrategyError, 1)
     if is_rank():
         return [_call_here(function, args, devices, device, collective_timeout, stacks)]
     job = _pickle_job(function, args)

@@ -501,6 +501,9 @@ def test_it_checks_its_devices() -> None:
         strategies.get("auto", device="cpu").check(0)
     with pytest.raises(StrategyError, match="devices=0"):
         Auto("cpu").choose(model(), 0)
+    for devices in (0, "2", 2.5):
+        with pytest.raises(StrategyError, match=f"launch: devices={devices!r} must be a positive integer"):
+            strategies.launch(print, devices=devices)  # type: ignore[arg-type]
 
 
 def test_a_plan_refuses_what_one_of_the_choices_cannot_do(toy: Toy) -> None:

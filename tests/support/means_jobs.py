@@ -247,6 +247,17 @@ def evaluation_order(file: str, strategy: str) -> list[tuple[float, list[float],
     return [_in_order(file, strategy, begun=begun) for begun in (False, True)]
 
 
+def statistics_of_evaluation(strategy: str) -> tuple[list[float], float]:
+    """BatchNorm's means after an evaluation, and its loss; each rank has trained on samples of its own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3 * SIDE * SIDE, CLASSES))
+    engine = strategies.get(strategy, device="cpu").prepare(model, lambda p: torch.optim.SGD(p, lr=0.1))
+    images, labels = torch.randn(4, 3, SIDE, SIDE) + 10 * engine.rank, torch.zeros(4, dtype=torch.long)
+    train_epoch(engine, [(images, labels)], F.cross_entropy)
+    loss = evaluate(engine, [(images, labels)])["val_loss"]
+    return engine.plain_model[0].running_mean.tolist(), loss
+
+
 def _in_order(file: str, strategy: str, *, begun: bool) -> tuple[float, list[float], int]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(3 * SIDE * SIDE, CLASSES))

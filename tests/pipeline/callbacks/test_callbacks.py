@@ -447,6 +447,14 @@ def test_an_error_of_a_callback_ends_the_run_with_it(event: str, toy: Toy) -> No
         assert diary.lines[-1][2]  # failed
 
 
+def test_callbacks_after_one_that_fails_at_the_end_end_once(toy: Toy) -> None:
+    before, after = Diary(), type("Second", (Diary,), {})()
+    with pytest.raises(ZeroDivisionError):
+        toy.pipeline().fit(epochs=1, progress=False, callbacks=[before, failing("on_fit_end"), after])
+    assert [line for line in before.lines if line[0] == "end"] == [("end", STEPS, False)]
+    assert [line for line in after.lines if line[0] == "end"] == [("end", STEPS, True)]
+
+
 class KeepsTuple(Callback):
     def state_dict(self) -> dict[str, Any]:
         return {"pair": (1, 2)}

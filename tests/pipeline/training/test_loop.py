@@ -21,7 +21,16 @@ from drivetrain.pipeline.training.loop import StepLoss, evaluate, train_epoch
 from drivetrain.strategies import launch
 from drivetrain.transforms import CutMix, LabelSmoothing, Loss, MixUp, Transform
 from host_syncs import HostSyncs, SimulatedCuda
-from means_jobs import CASES, WEIGHTS, Focal, Run, all_trained, evaluation_order, trained
+from means_jobs import (
+    CASES,
+    WEIGHTS,
+    Focal,
+    Run,
+    all_trained,
+    evaluation_order,
+    statistics_of_evaluation,
+    trained,
+)
 from own_transforms import First12, Own, WithoutTheFirstClass, by_image, hard
 from parity_draws import COMPLEX, LOSSES, Draw, differences, draws, on_ranks, reference
 from parity_jobs import NAMES as PARITY_NAMES
@@ -457,6 +466,13 @@ def test_the_draws_have_every_part() -> None:
     for part in ("complex_parameter", "tied", "double"):
         assert sum(getattr(draw, part) for draw in drawn) > 10
     assert draws(5, 2, SEED) == draws(5, 2, SEED)
+
+
+@pytest.mark.process
+def test_an_evaluation_in_a_loop_of_ones_own_has_the_statistics_of_all_ranks() -> None:
+    first, second = launch(statistics_of_evaluation, "ddp", devices=2, device="cpu")
+    assert first == second
+    assert first[0] == pytest.approx([0.5] * 3, abs=0.2)  # a tenth of the mean of 0 and 10
 
 
 @pytest.mark.process
