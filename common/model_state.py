@@ -36,6 +36,11 @@ def on_meta(model: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in chain(model.parameters(), model.buffers()))
 
 
+def forward_is_replaced(module: nn.Module) -> bool:
+    """Return whether the instance has a forward of its own, so that another class would have no effect."""
+    return "forward" in vars(module)
+
+
 def has_mean(value: torch.Tensor) -> bool:
     """Return whether a mean of several such tensors makes sense."""
     return value.is_floating_point() or value.is_complex()

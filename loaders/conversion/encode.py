@@ -74,8 +74,8 @@ class Encoding:
         self._check_mode()
 
     def _check_write_mode(self) -> None:
-        for name, unset, mode in (("smart_threshold", None, "smart"), ("compress_probability", 0.5, "proportion")):
-            if (value := getattr(self, name)) != unset and self.write_mode != mode:
+        for name, mode in (("smart_threshold", "smart"), ("compress_probability", "proportion")):
+            if (value := getattr(self, name)) != getattr(Encoding, name) and self.write_mode != mode:
                 raise DataError(
                     f"{name}={value!r} is of write_mode={mode!r}, but write_mode={self.write_mode!r} does not use it. "
                     f"Leave it out, or use write_mode={mode!r}."

@@ -324,16 +324,24 @@ def _pruned_samples(spec: PipelineSpec) -> None:
             f"{label_of_schedule(spec.optimized.schedule)} counts steps. Use a schedule by name, or a function of the "
             "progress."
         )
-    if _mean(spec).each is None:
-        raise PlanError(f"{_name(pruning)} needs the loss of each sample, but {spec.target.loss_name} {NOT_PER_SAMPLE}")
 
 
-def _selected_samples(spec: PipelineSpec) -> None:
-    selecting = next((transform for transform in spec.transforms if transform.selects_samples), None)
-    if selecting is not None and _mean(spec).unreduced is None:
-        raise PlanError(
-            f"{_name(selecting)} needs the loss of each sample, but {spec.target.loss_name} {NOT_PER_SAMPLE}"
-        )
+def needs_losses(transform: Transform) -> bool:
+    """Whether it needs the loss of each sample."""
+    return transform.selects_samples or transform.prunes_samples
+
+
+def loss_of_samples(transform: Transform, mean: Mean) -> LossFunction | None:
+    """Return the loss of each sample as a transform that needs it takes it; None: there is none."""
+    return mean.unreduced if transform.selects_samples else mean.each
+
+
+def _losses_of_samples(spec: PipelineSpec) -> None:
+    for transform in filter(needs_losses, spec.transforms):
+        if loss_of_samples(transform, _mean(spec)) is None:
+            raise PlanError(
+                f"{_name(transform)} needs the loss of each sample, but {spec.target.loss_name} {NOT_PER_SAMPLE}"
+            )
 
 
 def _denominator(spec: PipelineSpec) -> None:
@@ -359,7 +367,7 @@ def _mean(spec: PipelineSpec) -> Mean:
 RULES: tuple[Callable[[PipelineSpec], None], ...] = (
     _unsafe_strategies, _unused_parameters, _conflicts, _clipping_of_shards, _same_method_twice, _excluded,
     _two_averages, _compiled, _flat_shards_of_matrices, _schedule_free, _targets, _monitor, _loss_of_the_model, _views,
-    _fields, _pruned_samples, _selected_samples, _denominator,
+    _fields, _pruned_samples, _losses_of_samples, _denominator,
 )  # fmt: skip
 
 

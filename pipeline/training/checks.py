@@ -27,7 +27,7 @@ from ...strategies.common.meta import fake_tensors
 from ...strategies.options import half_dtype
 from ...transforms import Transform
 from ..describe.resolve import ResolvedPlan
-from ..describe.rules import sets_size
+from ..describe.rules import loss_of_samples, needs_losses, sets_size
 from ..models.libraries import loss_mismatch
 from ..tasks.means import Mean
 from ..tasks.metrics import check_value
@@ -270,10 +270,8 @@ def check_loss(
 def check_losses(transforms: Sequence[Transform], loss: Mean, outputs: Any, targets: Any) -> None:
     """Test that the training loss gives a value for each of two images, if transforms need them: they might first do so
     in the middle of training."""
-    for transform in transforms:
-        if not (transform.selects_samples or transform.prunes_samples):
-            continue
-        each, name = loss.unreduced if transform.selects_samples else loss.each, type(transform).__name__
+    for transform in filter(needs_losses, transforms):
+        each, name = loss_of_samples(transform, loss), type(transform).__name__
         assert each is not None, "the rules of the plan check it"
         try:
             each(outputs, targets)

@@ -12,8 +12,9 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from ...common import machine
+from ...common.checks import check_whole, plain
 from ...common.errors import StrategyError
-from ...common.model_state import BufferCopies, on_meta
+from ...common.model_state import BufferCopies, forward_is_replaced, on_meta
 from ..base import OptimizerFactory
 from ..devices import pick_device, rank_device, refuse_shared_gpu
 from ..launching.group import is_rank, join_group
@@ -51,8 +52,7 @@ def enter(strategy: OnRanks, model: nn.Module) -> torch.device:
 
 
 def check_ranks(strategy: str, device: str | None, devices: int) -> None:
-    if devices < 1:
-        raise StrategyError(f"strategy {strategy!r}: devices={devices} must be a positive integer.")
+    check_whole(f"strategy {strategy!r}: devices", plain(devices), StrategyError, 1)
     if not dist.is_available():
         raise StrategyError(f"strategy {strategy!r}: this torch was built without torch.distributed.")
     if device not in (None, "cpu", "cuda"):
@@ -175,7 +175,7 @@ def recompute_activations(model: nn.Module, module_filter: ModuleFilter) -> tupl
         if not any(name.startswith(f"{outer}.") or outer == "" for outer in outermost):
             outermost[name] = module
     for name, module in outermost.items():
-        if "forward" in vars(module):
+        if forward_is_replaced(module):
             raise StrategyError(
                 f"activation_checkpointing: the forward of {name or 'the model'}, a {type(module).__name__}, was "
                 f"replaced on the instance, as by torch.compile, so it would not run again in the backward. Define it "

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from ...common.errors import StrategyError
+from ...common.model_state import forward_is_replaced
 
 
 def sync_batch_norms(model: nn.Module) -> tuple[str, ...]:
@@ -37,7 +38,7 @@ def sync_batch_norms(model: nn.Module) -> tuple[str, ...]:
                 f"prepare: sync_batchnorm=True computes statistics over the global batch, but {name or 'the model'} is "
                 f"a {type(layer).__name__}, which computes them over small groups of it. Leave one of the two out."
             )
-        if "forward" in vars(layer):  # the new class would have no effect
+        if forward_is_replaced(layer):
             raise StrategyError(
                 f"prepare: sync_batchnorm=True changes the class of BatchNorm layers, but the forward of "
                 f"{name or 'the model'} was replaced on the instance. Define it in a class, or leave "

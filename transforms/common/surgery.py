@@ -6,6 +6,7 @@ from enum import Enum, auto
 from torch import nn
 
 from ...common.errors import PlanError
+from ...common.model_state import forward_is_replaced
 from ..base import Report, State, warn_nothing_changed
 
 Classes = Mapping[type[nn.Module] | str, type[nn.Module]]
@@ -84,7 +85,7 @@ def obstacle(module: nn.Module, plain: type[nn.Module]) -> str | None:
 def patched(module: nn.Module) -> str | None:
     """Return why a new class would not affect the module's forward, or None."""
     patch = "its forward was replaced on the instance, so a new class has no effect"
-    return patch if "forward" in vars(module) else None
+    return patch if forward_is_replaced(module) else None
 
 
 def full_name(module: nn.Module) -> str:
