@@ -187,13 +187,18 @@ IMAGENETTE: dict[str, dict[str, Any]] = {
         "notes": {
             **_IMAGENETTE_NOTES,
             "loading.eval_ratio": "the board's squares are evaluated as a whole",
+            "loading.scale": "ours; the board's is 0.35 to 1",
+            "transforms.CutMix": "ours: without it, the loss of training ends near 0.56, of which 0.50 is due to the "
+            "smoothing of labels: the images are learned by heart",
             "transforms.ProgressiveResizing": "ours: 96 to 128 pixels, the last eight epochs with 128",
             "optimizer": "ours, as the rest: imagenette-5's",
         },
         **_IMAGENETTE, **_IMAGENETTE_TRAINING,
         "epochs": 20,
+        "loading": {**_IMAGENETTE_TRAINING["loading"], "scale": [0.25, 1.0]},
         "transforms": [
             *_IMAGENETTE_TRAINING["transforms"],
+            {"name": "CutMix", "alpha": 0.5},
             {"name": "ProgressiveResizing", "initial_scale": 0.75, "delay": 0.4, "finetune": 0.4},
         ],
     },

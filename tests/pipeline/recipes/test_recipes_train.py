@@ -24,6 +24,7 @@ CONTAINED = [name for chosen, name in BY_TRANSFORMS.items() if any(set(chosen) <
 """Those whose transforms another one has, too: for `make test-all`."""
 ON_THE_HOST = (
     "at draws.py",  # draws from a generator of the host
+    "at cutmix.py",  # likewise, the place of the box
     "tolist at images.py",  # class indices are checked on the CPU only
     "index at label_smoothing.py",  # rows that are ignored are left out on the CPU only
     "index_put at engine.py",  # the backward of that
