@@ -38,6 +38,7 @@ from .order.batches import (
     last_batch,
     marked,
     shares,
+    taken,
 )
 from .order.epoch import NEWEST, drawn, in_runs, mixed, shuffled, spread, unshuffled
 from .sample_options import SampleOptions
@@ -420,6 +421,11 @@ class EpochLoader(ABC):
         of_parts = self._weights if self._parts else ()
         return frequencies(self.indices, self._parts, of_parts, self._weights_of_samples)
 
+    def some(self, count: int) -> NDArray[np.int64]:
+        """Return samples evenly taken from `indices`, the first and the last among them, `(count,)`."""
+        places = np.linspace(0, len(self._indices) - 1, count)
+        return taken(self._indices, places.astype(np.int64))
+
     def count(self, mask: NDArray[np.bool_]) -> int:
         """Return how many of `indices` are True in a mask of all samples of the data set `(N,)`."""
         return count_marked(self._indices, mask)
@@ -540,6 +546,8 @@ class EpochLoader(ABC):
             DataError: if the state has another seed, batch size, order or data set, or if the rest of its epoch cannot
                 be shared among these ranks.
         """
+        if not isinstance(state, Mapping):
+            raise DataError(f"{state!r:.80} is not a loader's state. Pass the result of state_dict().")
         own = {"weights": [], **self.state_dict()}
         # States of older versions lack some, and continue in the order that these had.
         state = {"batches": len(self), "weights": [], "order_version": 1, **state}

@@ -1,6 +1,6 @@
 """The options of the loaders: how a file is read, and how its images become batches. torch is not imported.
 
-To add one, add a field, and the line that uses it; run `python -m drivetrain.common.options.signatures` once. An
+To add one, add a field, and the line that uses it; run `python .ci/signatures.py` once. An
 augmentation of `FFCVLoader` is drawn in `decode/augmentation.py` and computed in `native/`; `TorchLoader` has
 torchvision's equivalent, in `datasets/torch_dataset.py`. The marks `PER_VIEW` and `RGB_ONLY` declare where it is
 available; what else FFCV's own loader rejects is in `stock_options` (`stock_loader.py`).
@@ -268,6 +268,9 @@ class LoaderOptions(ReadOptions, ImageOptions):
     def _check_fields(self) -> None:
         from .beton.targets import MOVING
 
+        given: Any = self.fields
+        in_order = not isinstance(given, set | frozenset)  # that of a set is another one on each rank
+        self._require("fields", in_order, "a list of texts, in the order of a batch, or a dict")
         for name, kind in self.fields.items() if isinstance(self.fields, Mapping) else ():
             if kind is not None and kind not in MOVING:
                 raise DataError(

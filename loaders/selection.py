@@ -161,6 +161,11 @@ def _line(samples: Samples, classes: NDArray[np.integer[Any]]) -> Indices:
 
 def _used(indices: Any, samples: int) -> Indices:
     values = np.asarray(_values("indices", indices))
+    if values.dtype.kind not in "biu" or values.ndim != 1:
+        raise DataError(
+            f"indices has values of type {values.dtype} and shape {values.shape}. Pass integers, or true and "
+            "false, in one dimension."
+        )
     if values.dtype == np.bool_:
         if values.shape != (samples,):
             raise DataError(
@@ -168,11 +173,6 @@ def _used(indices: Any, samples: int) -> Indices:
                 "false for each."
             )
         values = np.flatnonzero(values)
-    elif values.dtype.kind not in "iu" or values.ndim != 1:
-        raise DataError(
-            f"indices has values of type {values.dtype} and shape {values.shape}. Pass integers, or true and "
-            "false, in one dimension."
-        )
     if len(values) == 0:
         raise DataError("indices selects no sample.")
     values = check_indices(values, samples)
@@ -429,6 +429,8 @@ def check_weights(weights: Sequence[float] | NDArray[Any], samples: int) -> NDAr
     array = np.asarray(weights)
     if array.dtype.kind not in "biuf":
         raise DataError(f"balance has values of type {array.dtype}. Pass numbers, one weight per sample.")
+    if array.ndim != 1:
+        raise DataError(f"balance has values of shape {array.shape}. Pass one weight per sample, in one dimension.")
     array = array.astype(np.float64)
     if array.shape != (samples,):
         raise DataError(f"balance has {array.size} weights, but the data set has {samples} samples.")

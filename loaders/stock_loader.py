@@ -60,8 +60,9 @@ class StockFFCVLoader(EpochLoader):
     thread. The number of threads of torch and numba, which FFCV sets for the whole process, is restored.
 
     What FFCV does not have is rejected: several files, mixes, addresses, more threads than numba's limit
-    (`NUMBA_NUM_THREADS`), `verify`, and in evaluation another `eval_crop` than "center", and in training another `crop`
-    than "resized", `flip="alternating"`, options of color, `policy` and `cutout`. `interpolation` is "area".
+    (`NUMBA_NUM_THREADS`), `verify`, `on_error="skip"`, `stream`, targets that move, in evaluation another `eval_crop`
+    than "center" and an `image_size` of two sides, and in training another `crop` than "resized",
+    `flip="alternating"`, `views`, options of color, `policy` and `cutout`. `interpolation` is "area".
 
     Args:
         source: one local `.beton` file.

@@ -434,11 +434,11 @@ class Pipeline(PipelineSpec):
         Data are converted to another format only with `out`, if the loader costs 5 % of the speed or more, and if a
         sample loads faster. The files are next to `out` if the change is accepted, and removed if not.
 
-        The results are kept in the cache folder (`tuned` in `$DRIVETRAIN_DATA`, else in `~/.cache/drivetrain`), for the
-        same pipeline with the same code of its model, transforms and task, the same data, machine, environment and
-        versions, `allow`, `target` and `epochs`. A second call is answered from there at once, if every change was
-        tried, or if its budget is not larger than the first's was. Otherwise it continues from the known trials, also
-        after an interrupt.
+        The results are kept in the cache folder (`tuned` in `$DRIVETRAIN_DATA`, else in `$XDG_CACHE_HOME/drivetrain`,
+        by default `~/.cache/drivetrain`), for the same pipeline with the same code of its model, transforms and task,
+        the same data, machine, environment and versions, `allow`, `target` and `epochs`. A second call is answered from
+        there at once, if every change was tried, or if its budget is not larger than the first's was. Otherwise it
+        continues from the known trials, also after an interrupt.
 
         With `target`, the goal is the time to an accuracy: each change of the kinds `allow` (default: all) races the
         best pipeline so far, as `race` does, in full runs from up to eight seeds. It is accepted by the same test, on

@@ -91,7 +91,8 @@ BY_CALLER = Key("by caller")  # a mark: the keyword may also be None, its defaul
 
 Positive = Annotated[int, Whole(1)]
 Natural = Annotated[int, Whole(0)]
-Seed = Annotated[int, Kind(lambda value: is_whole(value, 0, 2**63 - 1), "an integer from 0 to 2**63 - 1")]
+SEED = Kind(lambda value: is_whole(value, 0, 2**63 - 1), "an integer from 0 to 2**63 - 1")
+Seed = Annotated[int, SEED]
 PathText = Annotated[str, Kind(lambda value: isinstance(value, str) and value != "", "text that is not empty")]
 
 

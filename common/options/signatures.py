@@ -1,19 +1,13 @@
 """Signatures from options: what `help()` shows, what type checkers read, and the documentation of arguments.
 
-What type checkers must find as text is written by `python -m drivetrain.common.options.signatures`, between a comment
-`# keywords of CONFIG` (fields of a TypedDict), `# parameters of CONFIG` (of a method) or `# values of CONFIG` (what the
-method passes on) and the comment `# end`.
+`.ci/signatures.py` writes what type checkers must find as text.
 """
 
 import ast
-import dataclasses
-import importlib
 import inspect
-import re
 import textwrap
 from collections.abc import Callable, Mapping
 from inspect import Parameter
-from pathlib import Path
 from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar, cast, get_origin
 
 from ..errors import PlanError
@@ -44,7 +38,7 @@ def documented(*configs: type[Config]) -> Callable[[T], T]:
         extra = [p for p in signature.parameters.values() if p.name == open_ended]
         taken = {parameter.name for parameter in (*named, *extra)}
         new = [
-            Parameter(option.name, Parameter.KEYWORD_ONLY, default=_default(option), annotation=_type(option))
+            Parameter(option.name, Parameter.KEYWORD_ONLY, default=default_of(option), annotation=type_of(option))
             for option in options.values()
             if option.name not in taken
         ]
@@ -85,11 +79,11 @@ def _described(option: Option) -> str:
     )  # fmt: skip
 
 
-def _default(option: Option) -> Any:
+def default_of(option: Option) -> Any:
     return None if BY_CALLER in option.marks else option.default
 
 
-def _type(option: Option) -> str:
+def type_of(option: Option) -> str:
     tree = _Plain(names_of(option.owner)).visit(ast.parse(option.source, mode="eval"))
     return ast.unparse(tree) + " | None" * (BY_CALLER in option.marks)
 
@@ -108,64 +102,3 @@ class _Plain(ast.NodeTransformer):
         if get_origin(meant) is Annotated:
             return ast.Name(meant.__origin__.__name__)
         return node
-
-
-_REGION = re.compile(r"(?ms)^( *)# (keywords|parameters|values) of (\w+)\n(.*?)^ *# end\n")
-
-
-def complete_text(text: str, module: object) -> str:
-    """Return the source of a module with its marked regions written from the options."""
-
-    def write(match: re.Match[str]) -> str:
-        indent, what, name = match[1], match[2], match[3]
-        config: type[Config] = getattr(module, name)
-        keywords = {field.name for field in dataclasses.fields(config) if field.kw_only} - {config.EXTRA}
-        lines = []
-        for option in options_of(config).values():
-            if option.name in keywords and (what != "keywords" or option.owner is config):
-                lines.append(f"{indent}{_LINES[what](option)}\n".replace("'", '"'))  # as ruff's formatter
-        return f"{indent}# {what} of {name}\n{''.join(lines)}{indent}# end\n"
-
-    return _REGION.sub(write, text)
-
-
-def _keyword(option: Option) -> str:
-    return f"{option.name}: {f'Required[{_type(option)}]' if option.required else _type(option)}"
-
-
-def _parameter(option: Option) -> str:
-    default = _default(option)
-    shown = "FrozenDict()" if isinstance(default, Mapping) else repr(default)
-    return f"{option.name}: {_type(option)}{'' if option.required else f' = {shown}'},"
-
-
-_LINES: dict[str, Callable[[Option], str]] = {
-    "keywords": _keyword, "parameters": _parameter, "values": lambda option: f"{option.name}={option.name},",
-}  # fmt: skip
-
-
-def outdated(root: Path, package: str) -> dict[Path, str]:
-    """Return the files of a package whose marked regions are not what the options say, with what they should be."""
-    found = {}
-    for path in sorted([*root.glob("*.py"), *root.glob("[!.]*/**/*.py")]):  # not .venv, .build
-        relative = path.relative_to(root)
-        if relative.parts[0] == "tests" or path == Path(__file__):
-            continue
-        text = path.read_text()
-        if _REGION.search(text):
-            module = importlib.import_module(".".join((package, *relative.with_suffix("").parts)))
-            new = complete_text(text, module)
-            if _packed(new) != _packed(text):
-                found[path] = new
-    return found
-
-
-def _packed(text: str) -> str:
-    """Return source without what a formatter may change."""
-    return re.sub(r"\s|,(?=\s*[\])])", "", text).replace("'", '"')
-
-
-if __name__ == "__main__":
-    for file, source in outdated(Path(__file__).parents[2], (__package__ or "").split(".")[0]).items():
-        file.write_text(source)
-        print(file)

@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import secrets
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -101,6 +102,19 @@ def appears(path: Path, seconds: float) -> bool:
             os.listdir(path.parent)  # noqa: PTH208  makes NFS look again
         time.sleep(_ROUND)
     return there
+
+
+def make_folder(folder: Path) -> Path:
+    """Create the folder if missing, check that it is writable before time is spent on its contents, and return it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except (FileExistsError, NotADirectoryError):
+        raise DrivetrainError(f"{folder} cannot be a folder: it or one of its parents is a file.") from None
+    except OSError as error:
+        raise DrivetrainError(f"The folder {folder} is not writable: {error.strerror}.") from None
+    return folder
 
 
 @contextmanager

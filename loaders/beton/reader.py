@@ -282,7 +282,7 @@ class Beton:
             return Image.fromarray(self.pixels(index))
         stored, size = self.stored(index), (int(self.widths[index]), int(self.heights[index]))
         try:
-            image = Image.open(io.BytesIO(jpegs.huffman_coded(stored))).convert("RGB")
+            image = Image.open(io.BytesIO(jpegs.huffman_coded(stored)), formats=["JPEG"]).convert("RGB")
             image.info = {}  # its EXIF data, too: loaders take pictures as they are stored
         except Exception as error:  # damaged files make Pillow's readers raise many types
             raise self.sample_error(index, f"its JPEG data cannot be decoded ({error})") from error

@@ -67,7 +67,7 @@ def convert(
             mask, boxes, keypoints or None. Without a kind, or with None, it is inferred from the first sample's value,
             but never one of the last three. Boxes are `(n, 4)`, left, top, right, bottom in pixels, and keypoints
             `(n, 2)`, x, y, any number per image. For dicts: their keys; for tuples: the items after (image, label);
-            for shards: the members' extensions, e.g. `["json", "npy"]`.
+            for shards: the members' extensions, e.g. `["json", "npy"]`, or `{"boxes.json": "boxes"}`.
         max_resolution: longest side in pixels; larger images are scaled down. Default None: no limit.
         min_resolution: shortest side in pixels to scale larger images down to; use it instead of
             `max_resolution`. Default None: no limit.

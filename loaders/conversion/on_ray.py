@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from typing import TypeVar
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from ...common.errors import DataError, DrivetrainError, require
 from ...common.terminal import is_interactive
@@ -25,6 +26,7 @@ def on_ray(
         ray.init(log_to_driver=False, include_dashboard=False)
     waiting = []
     try:
+        warn_if_too_many(threads, ray.nodes())
         task = ray.remote(num_cpus=threads)(convert)
         waiting = [task.remote(shard, threads) for shard in shards]
         hidden = not (progress and is_interactive())
@@ -44,3 +46,14 @@ def on_ray(
             ray.cancel(one)
         if begun:
             ray.shutdown()
+
+
+def warn_if_too_many(threads: int, machines: Sequence[Mapping[str, Any]]) -> None:
+    """A cluster may still grow: a task that no machine can take waits, without a word."""
+    most = max((int(one["Resources"].get("CPU", 0)) for one in machines if one["Alive"]), default=0)
+    if threads > most:
+        warnings.warn(
+            f"Each shard takes {threads} CPUs (workers=, --workers), and no machine of Ray's cluster has more than "
+            f"{most}: the conversion waits until one joins. Stop it, and pass fewer.",
+            stacklevel=4,
+        )

@@ -51,6 +51,8 @@ def open_source(
     if labels is not None:
         if not isinstance(source, str | Path) or is_shards(source):
             raise DataError(f"labels={str(labels)!r} are for a folder of images. Leave them out for other sources.")
+        if not isinstance(labels, str | Path):
+            raise DataError(f"labels={labels!r:.80} must be the path of a table of labels, or of a folder of masks.")
         _refuse_fields(fields, "folder")
         if Path(labels).is_dir():
             return MaskFolder(Path(source), Path(labels))

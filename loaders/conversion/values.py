@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from ...common.checks import is_whole
+from ...common.checks import is_whole, plain
 from ...common.errors import DataError
 from ..beton import targets
 from ..beton.layout import KINDS, Field
@@ -30,9 +30,9 @@ Colors = dict[int, str]  # `"#rrggbb"` by class index
 
 
 def requested_fields(fields: Sequence[str] | Mapping[str, str | None] | None) -> dict[str, str | None]:
-    if isinstance(fields, str):
+    if fields is not None and not _is_ordered(fields):
         raise DataError(f"fields={fields!r} must be a list of names, or a mapping of names to kinds.")
-    wanted = dict(fields) if isinstance(fields, Mapping) else dict.fromkeys(fields or [])
+    wanted = dict(fields) if isinstance(fields, Mapping) else dict.fromkeys(fields or ())
     if fields is not None and len(wanted) != len(fields):
         raise DataError(f"fields={list(fields)} contains a name twice.")
     for name, kind in wanted.items():
@@ -50,10 +50,15 @@ def requested_classes(classes: Sequence[str] | None) -> list[str] | None:
     manifest has other values than texts could not be opened."""
     if classes is None:
         return None
-    names: list[Any] = list(classes) if isinstance(classes, Iterable) and not isinstance(classes, str) else [None]
+    names: list[Any] = list(classes) if _is_ordered(classes) else [None]
     if not all(isinstance(name, str) for name in names):
         raise DataError(f"classes={classes!r:.80} must be a list of names in label order, such as ['cat', 'dog'].")
     return list(map(str, names))
+
+
+def _is_ordered(names: Any) -> bool:
+    """Whether these may be names in an order. That of a set is another one in each process."""
+    return isinstance(names, Iterable) and not isinstance(names, str | set | frozenset)
 
 
 def label_field(label: Any) -> Field:
@@ -174,6 +179,11 @@ def _store_array(field: Field, value: Any) -> bytes:
     return array.tobytes()
 
 
+def _parsed(value: Any) -> Any:
+    """Return the value of a JSON file's bytes, such as those of a shard's member `.boxes.json`; others as they are."""
+    return json.loads(value) if isinstance(value, bytes) else value
+
+
 def _json_bytes(value: Any) -> bytes:
     """Return the text and a terminating zero byte, like FFCV's JSONField."""
     return json.dumps(value).encode() + b"\0"
@@ -181,7 +191,7 @@ def _json_bytes(value: Any) -> bytes:
 
 _STORE: dict[str, Any] = {
     "int": _store_number, "float": _store_number, "bytes": _store_bytes, "ndarray": _store_array,
-    "json": lambda _, value: _json_bytes(value),
+    "json": lambda _, value: _json_bytes(_parsed(value)),
 }  # fmt: skip
 
 
@@ -210,10 +220,11 @@ def check_mask_map(given: Mapping[int, int] | None) -> dict[int, int]:
     """Return the values of masks to replace, old to new."""
     if given is not None and not isinstance(given, Mapping):
         raise DataError(f"mask_map={given!r:.80} must map values of masks to others, such as {{11: 255}}.")
-    for value in (each for pair in (given or {}).items() for each in pair):
+    changes = {plain(old): plain(new) for old, new in (given or {}).items()}
+    for value in (each for pair in changes.items() for each in pair):
         if not is_whole(value, 0, 0xFFFF):
             raise DataError(f"mask_map={given!r:.80}: {value!r} must be an integer from 0 to 65535.")
-    return {int(old): int(new) for old, new in (given or {}).items()}
+    return {int(old): int(new) for old, new in changes.items()}
 
 
 def store_target(
@@ -225,7 +236,7 @@ def store_target(
     stored = encoded.width, encoded.height
     try:
         if kind != "mask":
-            return _json_bytes(_scaled_coordinates(kind, value, encoded.upright, stored)), {}
+            return _json_bytes(_scaled_coordinates(kind, _parsed(value), encoded.upright, stored)), {}
         own = _indices(value, encoded.upright)
         indices = _mapped(own, mask_map)
         if classes:

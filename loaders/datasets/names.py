@@ -25,7 +25,8 @@ def resolve(
 
     Args:
         source: a path to a `.beton` file, its address, or one of `NAMES`. A named data set is downloaded, verified
-            and converted at first use, and stored in the cache folder (`$DRIVETRAIN_DATA`, else `~/.cache/drivetrain`).
+            and converted at first use, and stored in the cache folder (`$DRIVETRAIN_DATA`, else
+            `$XDG_CACHE_HOME/drivetrain`, by default `~/.cache/drivetrain`).
         progress: whether to show progress bars.
         remote: of an address: the folder of the local copies, its limit, and the patience with servers.
 

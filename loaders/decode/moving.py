@@ -2,7 +2,6 @@
 equal those of torchvision's v2 transforms on `tv_tensors` with the same draws."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,19 +95,22 @@ def _floats(x: float, y: float) -> NDArray[np.float32]:
 
 class Masks:
     """The masks of a field, all in one dtype: uint8, or int32 if there may be class indices above 255. The number of
-    classes says so, or the first mask. With `on_error="skip"`, that may be damaged: a later one does."""
+    classes decides, or the first mask that is intact: a sample whose mask is damaged may be excluded, or skipped."""
 
-    def __init__(self, beton: BetonFiles, name: str, on_error: str = "raise") -> None:
+    def __init__(self, beton: BetonFiles, name: str) -> None:
         self._beton, self._name = beton, name
         wide = name == beton.label_name and len(beton.classes) > _NARROW + 1
-        self.dtype = torch.int32 if wide or self._first(on_error).dtype != np.uint8 else torch.uint8
+        self.dtype = torch.int32 if wide or self._first().dtype != np.uint8 else torch.uint8
 
-    def _first(self, on_error: str) -> NDArray[Any]:
-        last = min(len(self._beton), _TRIED if on_error == "skip" else 1) - 1
-        for index in range(last):
-            with suppress(BetonError):
+    def _first(self) -> NDArray[Any]:
+        failure: BetonError | None = None
+        for index in range(min(len(self._beton), _TRIED)):
+            try:
                 return self._read(index)
-        return self._read(last)
+            except BetonError as error:
+                failure = failure or error
+        assert failure is not None
+        raise failure  # of none of them: the field has no masks
 
     def _read(self, index: int, rows: int | None = None) -> NDArray[Any]:
         beton, own = self._beton.locate(index)
@@ -135,9 +137,7 @@ class MovingTargets:
         self._beton, self._settings = beton, settings
         self.kinds = moving_fields(beton, settings)
         check_motion(self.kinds, settings)
-        self._masks = {
-            name: Masks(beton, name, settings.on_error) for name, kind in self.kinds.items() if kind == "mask"
-        }
+        self._masks = {name: Masks(beton, name) for name, kind in self.kinds.items() if kind == "mask"}
 
     @property
     def sample_bytes(self) -> int:

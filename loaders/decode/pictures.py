@@ -88,6 +88,8 @@ def decoded(picture: bytes) -> Iterator[tuple[Image.Image, bool]]:
     makes it unreadable, also in the block, is a DataError with the reason."""
     with reading():
         with Image.open(io.BytesIO(picture)) as opened:
+            if opened.format == "EPS":  # a program, and files may come from anywhere
+                raise UnreadableError("it is PostScript (EPS), which Pillow would run in Ghostscript; save it as PNG")
             wide, exif = is_wide(opened), opened.info.get("exif")
             data = jpegs.huffman_coded(picture) if opened.format in JPEG_FORMATS else picture
             if data is picture:

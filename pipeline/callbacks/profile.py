@@ -12,7 +12,7 @@ import torch
 from ...common.checks import check_flag, check_whole
 from ...common.errors import PlanError, require_suffix
 from ...common.storage.addresses import local_path
-from ...common.storage.files import atomic_file
+from ...common.storage.files import atomic_file, make_folder
 from .callback import Callback, RunView
 
 
@@ -53,6 +53,8 @@ class Profile(Callback):
 
     def on_fit_start(self, view: RunView) -> None:
         self._profiler, self._first = None, view.step + self.start
+        if self._writes(view):
+            make_folder(self.out.parent)
         if self.start == 0:
             self._begin(view)
 
@@ -75,8 +77,11 @@ class Profile(Callback):
         elif self._profiler is not None:
             self._end(view)
 
+    def _writes(self, view: RunView) -> bool:
+        return view.rank == 0 or self.all_ranks
+
     def _begin(self, view: RunView) -> None:
-        if view.rank and not self.all_ranks:
+        if not self._writes(view):
             return
         self._profiler = torch.profiler.profile()
         self._profiler.start()
@@ -89,7 +94,6 @@ class Profile(Callback):
         profiler, self._profiler = self._profiler, None
         profiler.stop()
         out = self.out if view.rank == 0 else self.out.with_stem(f"{self.out.stem}-rank-{view.rank}")
-        out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as folder, atomic_file(out) as file:
             trace = Path(folder) / "trace.json"
             profiler.export_chrome_trace(str(trace))

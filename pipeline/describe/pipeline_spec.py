@@ -12,9 +12,9 @@ from typing import Any, Literal, Self, Unpack
 import torch
 from torch import nn
 
-from ...common.checks import is_whole
 from ...common.errors import PlanError
 from ...common.frozen import FrozenDict
+from ...common.options.config import SEED
 from ...common.options.signatures import documented
 from ...common.table import Table
 from ...loaders.options import ImageOptions
@@ -93,8 +93,8 @@ class PipelineSpec:
             raise PlanError(f"The model is already built; it cannot take {sorted(options)}. Pass its factory instead.")
         if not callable(model):
             raise PlanError(f"A model must be a module, a factory or a name, not {model!r:.80}.")
-        if not is_whole(seed, 0, 2**63 - 1):
-            raise PlanError(f"seed={seed!r} must be an integer from 0 to 2**63 - 1.")
+        if not SEED.fits(seed):
+            raise PlanError(f"seed={seed!r} must be {SEED.name}.")
         # A frozen dataclass rejects assignment.
         vars(self).update(fields, model_options=options)
 

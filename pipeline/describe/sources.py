@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -45,12 +46,21 @@ def check_loader(data: DataConfig, settings: Mapping[str, Any]) -> None:
             check_stock_source(source)
 
 
+def folder_of(data: DataConfig, source: Source) -> str | None:
+    """Return the folder of images that a source is, also the part of it that is held out, which plain PyTorch loads as
+    it is; None for files."""
+    files = files_of(source)
+    name = str(files)
+    single = data.loader == "torch" and files.weights is None
+    return name if single and os.path.isdir(name) else None  # noqa: PTH112 - the text of a mix is too long for a path
+
+
 def check_sources(data: DataConfig, devices: int) -> None:
     """Check headers, and that the samples fill a batch. Named data sets and remote files are not looked for."""
     from ...loaders.datasets.names import NAMES, resolve  # here: it imports all of conversion
 
     for source in (data.train, data.val):
-        if source is None or (data.loader == "torch" and isinstance(source, str) and Path(source).is_dir()):
+        if source is None or folder_of(data, source) is not None:
             continue
         files = files_of(source).names
         local = [resolve(file) for file in files if file not in NAMES and not is_address(file)]

@@ -305,8 +305,9 @@ class ProcessRunner:
 
     def __init__(self, variant: Variant, variables: Mapping[str, str], batches: int, deadline: float) -> None:
         self._deadline, self.costs = deadline, Costs()
+        job = _pickled(variant, batches)
         self._line, theirs = Pipe()
-        boot = BOOT.format(path=sys.path, line=theirs.fileno())
+        boot = _boot(theirs.fileno())
         with ExitStack() as failing:
             failing.callback(self._line.close)
             with theirs, interrupts_held():  # Popen would forget a process that has just started
@@ -315,11 +316,8 @@ class ProcessRunner:
                     env={**os.environ, **variables}, start_new_session=True,
                 )  # fmt: skip
                 failing.callback(self.close)
-            job: Any = partial(_answer, variant, batches)
-            if registry.REGISTERED:
-                job = partial(registry.call_with, registry.REGISTERED, job)
             with suppress(BrokenPipeError):  # it died at once: the answer says so
-                self._line.send_bytes(cloudpickle.dumps(job))
+                self._line.send_bytes(job)
             self._received()
             failing.pop_all()
 
@@ -356,6 +354,25 @@ class ProcessRunner:
         if isinstance(answer, str):
             raise Failed(answer)
         return answer
+
+
+def _boot(line: int) -> str:
+    """Return the program of a process that answers at a descriptor. Among the texts of the path, some notebooks have a
+    `Path`, which Python ignores."""
+    return BOOT.format(path=[str(entry) for entry in sys.path], line=line)
+
+
+def _pickled(variant: Variant, batches: int) -> bytes:
+    job: Any = partial(_answer, variant, batches)
+    if registry.REGISTERED:
+        job = partial(registry.call_with, registry.REGISTERED, job)
+    try:
+        return cloudpickle.dumps(job)  # type: ignore[no-any-return]
+    except Exception as error:  # the object's own code may raise anything
+        raise PlanError(
+            f"The pipeline cannot be sent to a process of its own, in which it is tried: {describe_error(error)}. "
+            "Create what cannot be pickled within the model's factory."
+        ) from error
 
 
 def serve(line: int) -> None:

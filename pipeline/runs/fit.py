@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ...common.errors import PlanError, StrategyError
 from ...common.storage.addresses import is_address
+from ...common.storage.files import make_folder
 from ...common.terminal import in_cell
 from ...strategies.launching.group import is_main_process, is_rank
 from ...strategies.launching.meeting import LostRankError, failures_posted
@@ -22,17 +23,7 @@ from .checkpoints.directory import CheckpointDir, kept_precision
 from .checkpoints.remote import RemoteRun, shown
 from .checkpoints.writer import UPLOAD_PATIENCE
 from .config import FitConfig, recorded
-from .folder import (
-    STACKS,
-    check_recipe,
-    descriptions,
-    draw_curves,
-    lock_run_dir,
-    make_folder,
-    published,
-    replaced,
-    taken_up,
-)
+from .folder import STACKS, check_recipe, descriptions, draw_curves, lock_run_dir, published, replaced, taken_up
 from .initial import InitialWeights, check_source
 from .preflight import preflight
 from .ranks import built_here, on_ranks, trains_here

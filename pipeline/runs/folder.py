@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +34,6 @@ STACKS = "stacks.txt"
 """Stacks of ranks, with dates, if one of them hung, or at SIGQUIT. They stay when a new run begins: ranks may already
 have written some."""
 _PATIENCE = 3.0  # seconds that a failing run waits for an upload
-
-
-def make_folder(folder: Path) -> Path:
-    """Create the folder if missing, check that it is writable before time is spent on its contents, and return it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except (FileExistsError, NotADirectoryError):
-        raise DrivetrainError(f"{folder} cannot be a folder: it or one of its parents is a file.") from None
-    except OSError as error:
-        raise DrivetrainError(f"The folder {folder} is not writable: {error.strerror}.") from None
-    return folder
 
 
 @contextmanager
@@ -114,12 +101,8 @@ def descriptions(plan: ResolvedPlan) -> tuple[dict[str, str], str]:
             "pipeline (load_run, drivetrain predict) needs it."
         )
     else:
-        texts |= files | {RECIPE: recipe_text(recipe)}
+        texts |= files | {RECIPE: dump(recipe)}
     return texts, note
-
-
-def recipe_text(recipe: Mapping[str, Any]) -> str:
-    return dump(recipe)
 
 
 def provide_code(place: str | Path, folder: Path, *, trust: bool) -> dict[str, Any]:
@@ -233,13 +216,20 @@ def published(folder: Path | None) -> Iterator[None]:
 
 @contextmanager
 def uploading_from(address: str) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="drivetrain-") as name:
-        remote = RemoteRun(Path(name), address)
+    """Yield a folder whose files are uploaded after the block. It is removed, unless that fails."""
+    with ExitStack() as removing:
+        folder = Path(tempfile.mkdtemp(prefix="drivetrain-"))
+        removing.callback(shutil.rmtree, folder, ignore_errors=True)
+        remote = RemoteRun(folder, address)
         remote.files.probe()
         try:
-            yield remote.folder
+            yield folder
         finally:
-            remote.push()
+            try:
+                remote.push()
+            except CheckpointError as error:
+                removing.pop_all()
+                raise CheckpointError(f"{error} The results are kept in {folder}.") from error
 
 
 class PublishResults(Observer):

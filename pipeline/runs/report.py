@@ -17,7 +17,7 @@ from ..describe.pipeline_spec import PipelineSpec
 from ..describe.plan import Plan
 from ..ledger.ledger import Ledger
 from ..recipes.convert import build_pipeline
-from ..recipes.core_yaml import parse
+from ..recipes.core_yaml import dump, parse
 from ..recipes.files import RECIPE
 from ..recipes.script import recipe_and_files
 from ..telemetry.history import HISTORY, History, read_history, shown
@@ -26,7 +26,7 @@ from .analysis.errors import Errors
 from .analysis.picture import figure_of
 from .checkpoints.directory import CheckpointDir
 from .checkpoints.remote import CHECKPOINTS, opened, run_name
-from .folder import MODEL, PLAN, UNLISTED, provide_code, recipe_text, with_trained
+from .folder import MODEL, PLAN, UNLISTED, provide_code, with_trained
 
 LEDGER = "ledger.json"
 SAMPLES = 24  # of the batch: as many as there are worst samples
@@ -100,7 +100,7 @@ class Report:
         if spec is not None:
             with suppress(RecipeError):  # e.g. of a custom model
                 own, _ = recipe_and_files(spec)
-                recipe = with_trained({RECIPE: recipe_text(own)}, history.facts)[RECIPE]
+                recipe = with_trained({RECIPE: dump(own)}, history.facts)[RECIPE]
         return cls(
             title=str(history.facts.get("recipe") or "A run"), history=history, plan=f"{plan!r}" if plan.steps else "",
             recipe=recipe, batch=lambda: first_batch(spec), errors=errors,

@@ -189,7 +189,8 @@ class FitResult:
         (in float32 on a device that would have to emulate it).
 
         For `Classification`: `class`, `probability` and all `probabilities`; for `MultiLabel`: `labels` and
-        `probabilities`; for `Regression`: `value`; for other tasks: `prediction`. All are JSON values.
+        `probabilities`; for `Regression`: `value`; for `Contrastive`: `embedding`; for other tasks: `prediction`. All
+        are JSON values.
 
         Args:
             images: a path, a PIL image, an array `(H, W, 3)` of uint8, or several of these. A path may be that of an

@@ -71,6 +71,13 @@ NOT_PER_SAMPLE = (
 )
 
 
+def ignored_by(loss: LossFunction) -> int | None:
+    """Return the class index that one of torch's losses ignores; None of any other."""
+    function, options = _parts(loss)
+    usual = next((index for known, index in CLASS_LOSSES if known is function), None)
+    return None if usual is None else int(options.get("ignore_index", usual))
+
+
 def mean_of(loss: LossFunction, *, checked: bool = False) -> Mean:
     """Return a loss as a mean: torch's denominators are known, another declares `denominator`, a function of the
     targets, or has the mean over the samples. `checked`: no class index is -100, so unweighted losses need no look at
@@ -87,11 +94,10 @@ def mean_of(loss: LossFunction, *, checked: bool = False) -> Mean:
     if declared is not None:
         return Mean(loss, declared)
     function, options = _parts(loss)
-    ignored = next((index for known, index in CLASS_LOSSES if known is function), None)
-    if ignored is None:
+    if (ignored := ignored_by(loss)) is None:
         known = getattr(function, "__module__", None) in _UNWEIGHTED
         return Mean(loss, known=known, each=_each(loss, summed=reduction_of(loss) == "batchmean"))
-    classes = _Classes(options.get("weight"), options.get("ignore_index", ignored))
+    classes = _Classes(options.get("weight"), ignored)
     plain = checked and classes.weight is None and classes.ignored < 0
     return Mean(loss, samples if plain else classes, _summed(loss), each=_each(loss, summed=True))
 

@@ -43,7 +43,9 @@ def named(task: Any, metrics: Any) -> dict[str, Any]:
     if isinstance(metrics, Mapping):
         found = dict(metrics)
     else:
-        entries = (metrics,) if isinstance(metrics, str) or callable(metrics) else tuple(metrics)
+        entries = (metrics,) if isinstance(metrics, str) or callable(metrics) else metrics
+        if not isinstance(entries, list | tuple):  # the order of a set, and so the monitor, differs from rank to rank
+            raise PlanError(f"{task}: metrics={metrics!r:.80} must be a list of metrics, or a dict of them by name.")
         found = {_name(entry): entry for entry in entries}
         if len(found) < len(entries):
             raise PlanError(f"{task}: two metrics have one name. Pass a dict of them, with a name for each.")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ...common.checks import is_whole
 from ...common.errors import PlanError
-from .means import CLASS_LOSSES, LossFunction
+from .means import CLASS_LOSSES, LossFunction, ignored_by
 from .metrics import maker, mean_auroc, r2, top
 from .target_scale import TargetScale, fit_scale
 from .task import Kind, StandardTask, Targets, check_names, names_of, shape_of, vectors
@@ -387,6 +387,12 @@ class Segmentation(StandardTask):
                 "Ignore fewer, or pass more classes."
             )
         super().__init__(metrics=metrics, loss=loss, monitor=monitor)
+        if also and ignored_by(self._criterion) not in (None, IGNORED):
+            raise PlanError(
+                f"Segmentation: ignore_index={ignore_index!r} makes pixels {IGNORED}, which {self.loss_name} counts as "
+                f"a class. Pass the loss with its own ignore_index={IGNORED}, such as "
+                f"nn.CrossEntropyLoss(ignore_index={IGNORED})."
+            )
         given = {"classes": classes, "ignore_index": (also[0] if len(also) == 1 else also) if also else None}
         vars(self).update(classes=classes, ignored=(IGNORED, *also), _given={**given, **self._given})
 

@@ -37,7 +37,7 @@ from ..describe.config import LOADERS, DataConfig, DistributedConfig
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.plan import batch_norm_caution
 from ..describe.resolve import ResolvedPlan
-from ..describe.sources import scale_of_targets
+from ..describe.sources import folder_of, scale_of_targets
 from ..models.weights import weights_omitted
 from ..optim.groups import GroupedFactory
 from ..tasks.means import LossFunction, mean_of
@@ -357,8 +357,8 @@ def make_loader(
 def source_files(data: DataConfig, source: Source, *, progress: bool = True) -> str | Files:
     """Return files or a folder: named data sets are converted; of remote files, local copies, still empty, or the
     addresses of streams."""
-    if data.loader == "torch" and isinstance(source, str) and Path(source).is_dir():
-        return source
+    if (folder := folder_of(data, source)) is not None:
+        return folder
     remote = Remote(data.cache, data.cache_limit, data.patience)
 
     def local(name: str) -> str | Path:

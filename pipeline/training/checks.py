@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...common.errors import DrivetrainError, PlanError
+from ...common.errors import BetonError, DrivetrainError, PlanError
 from ...common.model_state import buffers_kept, on_meta
 from ...loaders.beton.data_set import BetonFiles
 from ...loaders.beton.labels import LabelFacts
@@ -71,7 +71,7 @@ class TrainedOn:
 
 def targets_of(loader: EpochLoader, source: str, task: Task) -> Targets:
     names = tuple(loader.classes)
-    beton, ends = loader.beton, np.array([0, loader.samples - 1])
+    beton, ends = loader.beton, loader.some(2)
     further = partial(loader.fields_of, ends) if loader.settings.fields else None
     if beton is None or not loader.has_masks:
         some = loader.labels[ends] if beton is None else beton.read(beton.label_name, ends)
@@ -84,16 +84,20 @@ def targets_of(loader: EpochLoader, source: str, task: Task) -> Targets:
             f"{source} has a mask per image, but {type(task).__name__} trains on {task.kind}. Pass "
             "task(Segmentation(classes))."
         )
-    largest = _largest(beton, getattr(task, "ignored", (NOT_COUNTED,)))
+    largest = _largest(loader, beton, getattr(task, "ignored", (NOT_COUNTED,)))
     none = np.empty(0)
     return Targets(source, lambda: none, LabelFacts.of([]), none, names, largest=largest, further=further)
 
 
-def _largest(files: BetonFiles, ignored: Sequence[int]) -> int:
-    """Of masks all over the data: to read all would take minutes."""
-    some = np.unique(np.linspace(0, len(files) - 1, _MASKS).astype(np.int64))
-    masks = (beton.mask(files.label_name, own) for beton, own in map(files.locate, some.tolist()))
-    return max(int(mask.max(where=~np.isin(mask, ignored), initial=0)) for mask in masks)
+def _largest(loader: EpochLoader, files: BetonFiles, ignored: Sequence[int]) -> int:
+    """Of masks all over the samples that are used: to read all would take minutes. A damaged one may be skipped."""
+    own, largest = loader.settings, 0
+    skipped = (BetonError,) if own.train and own.on_error == "skip" else ()
+    for beton, number in map(files.locate, np.unique(loader.some(_MASKS)).tolist()):
+        with suppress(*skipped):
+            mask = beton.mask(files.label_name, number)
+            largest = max(largest, int(mask.max(where=~np.isin(mask, ignored), initial=0)))
+    return largest
 
 
 def check_output(plan: ResolvedPlan, model: nn.Module, width: int | None, targets: Targets) -> tuple[Any, Any]:

@@ -22,6 +22,11 @@ class Schedule:
     ) -> None:
         self._optimization, self._optimizer, self._steps = optimization, optimizer, steps
         self._scale = scale
+        if not all("lr" in group for group in optimizer.param_groups):
+            raise PlanError(
+                f"{type(optimizer).__name__} has a parameter group without 'lr', which the schedule sets in each step. "
+                "Give every group one."
+            )
         self._peaks = [group["lr"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             if "peak_lr" in group:  # SGDW's

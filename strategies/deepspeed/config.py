@@ -26,11 +26,20 @@ SWITCHED_ON = ("fp16", "bf16", "torch_autocast", "amp")
 """Those that DeepSpeed ignores without `"enabled": true`."""
 
 
+_PARTS = "offload_optimizer", "offload_param"
+
+
 @dataclass(frozen=True)
 class Zero:
     stage: int  # 1: the optimizer's state and fp32 copy of the weights; 2: also gradients; 3: also parameters
-    offload: str | None  # None, "cpu", or "nvme", with `nvme_path`, a folder on that disk
+    optimizer: str | None = None  # where its state is: None, "cpu", or "nvme", with `nvme_path`, a folder on that disk
+    parameters: str | None = None  # likewise, with stage 3
     nvme_path: str | None = None
+
+    @property
+    def offload(self) -> str | None:
+        """Of two devices, `"nvme"`, which needs more."""
+        return max(filter(None, (self.optimizer, self.parameters)), default=None)
 
     def section(self) -> dict[str, Any]:
         section: dict[str, Any] = {
@@ -38,13 +47,11 @@ class Zero:
             # Otherwise DeepSpeed replaces torch.nn.functional.linear for the rest of the process.
             "memory_efficient_linear": False,
         }
-        if self.offload is not None:
-            where = {"device": self.offload}
-            if self.offload == "nvme":
-                where["nvme_path"] = str(self.nvme_path)
-            section["offload_optimizer"] = where
-            if self.stage == 3:
-                section["offload_param"] = dict(where)
+        for part, device in zip(_PARTS, (self.optimizer, self.parameters), strict=True):
+            if device is not None:
+                section[part] = {"device": device}
+                if device == "nvme":
+                    section[part]["nvme_path"] = str(self.nvme_path)
         return section
 
 
@@ -78,10 +85,15 @@ def choose_zero(stage: int | None, offload: str | None, nvme_path: str | None, c
     stage = next((each for each in (stage, theirs) if each is not None), 2)
     if stage not in (1, 2, 3):
         raise StrategyError(f"strategy 'deepspeed': stage={stage!r} must be 1, 2 or 3. To shard nothing, use 'ddp'.")
-    device, path = _offload_of(section, stage)
-    if None not in (offload, device) and offload != device:
-        raise _contradiction("deepspeed", "zero_optimization.offload_optimizer", device, f"offload={offload!r}")
-    zero = Zero(stage, offload or device, nvme_path or path)
+    parts = _PARTS if stage == 3 else _PARTS[:1]
+    given = {part: where for part in parts if (where := _offload_of(section, part))}
+    for part, where in given.items():
+        if offload is not None and offload != where["device"]:
+            raise _contradiction("deepspeed", f"zero_optimization.{part}", where["device"], f"offload={offload!r}")
+    devices = {part: offload or given.get(part, {}).get("device") for part in parts}
+    optimizer, parameters = map(devices.get, _PARTS)
+    paths = [where["nvme_path"] for where in given.values() if "nvme_path" in where]
+    zero = Zero(stage, optimizer, parameters, nvme_path or next(iter(paths), None))
     if zero.offload not in (None, "cpu", "nvme"):
         raise StrategyError(f"strategy 'deepspeed': offload={zero.offload!r} is unknown. Use 'cpu' or 'nvme'.")
     if zero.offload == "nvme" and stage != 3:
@@ -89,18 +101,15 @@ def choose_zero(stage: int | None, offload: str | None, nvme_path: str | None, c
     return zero
 
 
-def _offload_of(section: Config, stage: int) -> tuple[str | None, str | None]:
-    keys = ("offload_optimizer", "offload_param") if stage == 3 else ("offload_optimizer",)
-    for key in keys:
-        where = section.get(key) or {}
-        if not isinstance(where, Mapping):
-            raise StrategyError(
-                f"strategy 'deepspeed': config['zero_optimization'][{key!r}]={where!r:.80} must be an object, such as "
-                "{'device': 'cpu'}."
-            )
-        if (device := where.get("device", "none")) != "none":
-            return device, where.get("nvme_path")
-    return None, None
+def _offload_of(section: Config, part: str) -> Config:
+    """Return the configuration of a part that is offloaded, else nothing."""
+    where = section.get(part) or {}
+    if not isinstance(where, Mapping):
+        raise StrategyError(
+            f"strategy 'deepspeed': config['zero_optimization'][{part!r}]={where!r:.80} must be an object, such as "
+            "{'device': 'cpu'}."
+        )
+    return where if where.get("device", "none") != "none" else {}
 
 
 def make_config(zero: Zero, options: Options, theirs: Config, name: str) -> dict[str, Any]:

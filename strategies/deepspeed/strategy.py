@@ -31,6 +31,7 @@ from ..options import Options, PrepareOptions
 from .config import Zero, choose_zero, make_config, read_config
 from .engine import DeepSpeedEngine
 
+EXTRA = "deepspeed"
 SUMMARIES = {
     1: "optimizer state sharded across the devices (DeepSpeed ZeRO 1)",
     2: "optimizer state and gradients sharded across the devices (DeepSpeed ZeRO 2)",
@@ -81,6 +82,8 @@ class DeepSpeed:
     offload: str | None = None
     nvme_path: str | None = None
     config: str | Path | Mapping[str, Any] | None = None
+
+    extra = EXTRA
 
     def __post_init__(self) -> None:
         self._zero()
@@ -148,7 +151,7 @@ class DeepSpeed:
         before = dict(model.named_parameters())
         optimizer = build_optimizer(model, optimizer_factory)
         _refuse_optimizer(self.name, optimizer)
-        if zero.offload == "cpu":
+        if zero.optimizer == "cpu":
             step_fused(optimizer)
         with import_deepspeed(device) as deepspeed:
             init = deepspeed.zero.Init(config_dict_or_path=config) if zero.stage == 3 else None
@@ -266,7 +269,7 @@ def _require() -> Any:
     if left_out:
         modules["mlflow"] = None
     try:
-        return require("deepspeed", "deepspeed", "shard a training run with ZeRO")
+        return require("deepspeed", EXTRA, "shard a training run with ZeRO")
     finally:
         if left_out:
             del modules["mlflow"]

@@ -209,11 +209,19 @@ def test_classes_that_take_turns_have_their_shares_of_every_epoch(drawn: Any) ->
         ([1, 2, float("nan")], r"the weight of sample 2 is nan"),
         ([0, 0, 0], r"all weights are 0"),
         (["a", "b", "c"], r"balance has values of type <U1\. Pass numbers"),
+        ([[1], [2], [3]], r"balance has values of shape \(3, 1\)\. Pass one weight per sample, in one dimension"),
     ],
 )
 def test_weights_are_checked(weights: list[Any], said: str) -> None:
     with pytest.raises(DataError, match=said):
         selection.check_weights(weights, 3)
+
+
+def test_a_mask_of_two_dimensions_is_refused_for_its_shape(tmp_path: Path) -> None:
+    """Not for its number of values, which may be right."""
+    np.save(tmp_path / "mask.npy", np.ones((3, 1), np.bool_))
+    with pytest.raises(DataError, match=r"indices has values of type bool and shape \(3, 1\)\. Pass integers, or true"):
+        selection.select(SampleOptions(indices=tmp_path / "mask.npy"), 3, lambda: None)
 
 
 def test_samples_by_class() -> None:

@@ -97,6 +97,12 @@ def test_ffcv_loader_needs_a_thread(path: Path) -> None:
         FFCVLoader(path, batch_size=2, image_size=SIDE, workers=0)
 
 
+def test_a_state_that_is_none(path: Path) -> None:
+    loader, words = FFCVLoader(path, batch_size=2, image_size=SIDE), "None is not a loader's state"
+    with loader, pytest.raises(DataError, match=words):
+        loader.load_state_dict(None)  # type: ignore[arg-type]
+
+
 def test_numpy_integers_will_do(path: Path) -> None:
     with FFCVLoader(
         path, batch_size=np.int64(5), image_size=np.int32(SIDE), seed=np.uint8(3), workers=np.int64(1)

@@ -216,6 +216,7 @@ def test_available_tells_name_summary_extra_and_whether_it_runs_here() -> None:
         assert rows[name].runs_here, rows[name].why_not
         assert rows[name].summary
         assert rows[name].extra == ("fairscale" if name.startswith("fairscale") else "")
+    assert {row.extra for row in table if row.name.startswith("deepspeed")} == {"deepspeed"}
     lines = {line.split()[1]: line for line in repr(table).splitlines() if line.startswith("│ ")}
     cells = {name: [cell.strip() for cell in line.split("│")][2:4] for name, line in lines.items()}
     assert cells["zero_redundancy"] == ["yes", ""]

@@ -83,6 +83,8 @@ def program() -> None:
 @option("--keys", "List the keys of a recipe.")
 def recipes(name: str | None, keys: bool) -> None:
     """List the recipes, or show one."""
+    if keys and name is not None:
+        raise PlanError(f"--keys lists the keys of all recipes. Leave out {name!r:.200}, or --keys to see its values.")
     from ...recipes.table import keys_table, recipe_table, recipes_list
 
     print(keys_table() if keys else recipes_list() if name is None else recipe_table(name))

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from ....common.errors import PlanError
 from .options import Command, File, check_sources, option, recipe_arguments
@@ -50,6 +51,12 @@ def sweep(
     for name, value in (("--jobs", jobs), ("--random", 1 if count is None else count)):
         if value < 1:
             raise PlanError(f"{name} {value} must be 1 or more.")
+    given = click.get_current_context().get_parameter_source("seed") is ParameterSource.COMMANDLINE
+    if given and count is None:  # it would train from the recipe's seed
+        raise PlanError(
+            f"--seed {seed} is that of --random, which draws the combinations. Pass --random N, too; or seed={seed}, "
+            "the seed of the trainings."
+        )
     what = space(overrides, count, seed)
     sources = check_sources([pair.partition("=")[0] for pair in overrides], train, val)
     done = sweep(recipe, what, out, sources, jobs=jobs, said=lambda line: print(line, file=sys.stderr, flush=True))

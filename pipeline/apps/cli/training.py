@@ -115,6 +115,9 @@ def train(
     \b
     torchrun --nproc-per-node=8 -m drivetrain train RECIPE strategy=ddp devices=auto
     """
+    source = click.get_current_context().get_parameter_source
+    if not ledger and source("ledger_seconds") is ParameterSource.COMMANDLINE:
+        raise PlanError("--ledger-seconds is the time budget of --ledger. Pass both or neither.")
     with pipeline_of(recipe, overrides, train, val) as pipeline:
         from ....strategies.launching.group import is_main_process
         from ...runs.checkpoints.directory import Checkpoints
@@ -123,7 +126,6 @@ def train(
 
         _check_budgets(ledger_seconds if ledger else None, tune_seconds)  # before training, not after it
         callbacks = [{"name": one} if isinstance(one, str) else one for one in options.pop("callbacks")]
-        source = click.get_current_context().get_parameter_source
         # Null and false are values, too: they replace those of the recipe, or are refused.
         given = {key: one for key, one in options.items() if source(key) is ParameterSource.COMMANDLINE}
         options = pipeline.fit_defaults() | given | ({"callbacks": callbacks} if callbacks else {})
@@ -137,7 +139,7 @@ def train(
         if tune_seconds is not None:
             if is_address(out):
                 raise PlanError("--tune writes its files to a local folder. Pass --out as a folder.")
-            pipeline = _tuned(pipeline, tune_seconds, None if out is None else Path(out), quiet)
+            pipeline = _tuned(pipeline, tune_seconds, None if out is None else Path(out), quiet, printed=not quiet)
         with _end_reported(out, quiet):
             result = fit(pipeline, config, show_plan=not quiet, each_rank=False)
         if not is_main_process():  # under torchrun every rank runs this; only one prints
@@ -190,7 +192,9 @@ def _next_commands(out: str, *, evaluated: bool) -> list[tuple[str, str]]:
     ]
 
 
-def _tuned(pipeline: Pipeline, seconds: float, out: Path | None, quiet: bool, **options: Any) -> Pipeline:
+def _tuned(
+    pipeline: Pipeline, seconds: float, out: Path | None, quiet: bool, *, printed: bool, **options: Any
+) -> Pipeline:
     from ...measuring.tuning.result import TuneInterrupted
 
     if pipeline.fit_options is not None:  # tuned.yaml shall not replace the run of the recipe
@@ -203,7 +207,7 @@ def _tuned(pipeline: Pipeline, seconds: float, out: Path | None, quiet: bool, **
         if out is not None:
             interrupt.add_note("Run the same command again to continue from its trials.")
         raise
-    if not quiet:
+    if printed:
         print(tuned)
     if out is not None:
         tuned.save(out / "tuned.yaml")
@@ -248,7 +252,7 @@ def tune(
         from ...measuring.runner import check_measurable
 
         check_measurable(seconds)
-        _tuned(pipeline, seconds, out, quiet, **options)
+        _tuned(pipeline, seconds, out, quiet, printed=True, **options)  # of this command, it is the result
 
 
 def _files_in(out: Path | str) -> list[str]:
@@ -396,7 +400,7 @@ def _prediction_text(row: dict[str, Any], *, mask: bool) -> str:
 @option(
     "--data FILE",
     "A .beton file, to compare a program with the model on its images. Default: the run's validation data if it "
-    "is there, else random images.",
+    "is there, else its training data, else random images.",
     File(),
 )
 @option(
@@ -479,10 +483,11 @@ def ledger(
 
 
 def measure(pipeline: Pipeline, seconds: float, out: Path | str | None, quiet: bool = False, **options: Any) -> None:
+    from ....common.storage.files import make_folder
     from ...describe.config import check_out
     from ...ledger.ledger import LedgerInterrupted
     from ...measuring.runner import check_measurable
-    from ...runs.folder import make_folder, uploading_from
+    from ...runs.folder import uploading_from
 
     check_measurable(seconds)  # invalid options must not create a folder
     check_out("--out", out)
@@ -496,7 +501,7 @@ def measure(pipeline: Pipeline, seconds: float, out: Path | str | None, quiet: b
         try:
             measured = pipeline.ledger(seconds=seconds, progress=not quiet, **options)
         except LedgerInterrupted as interrupt:
-            interrupt.add_note(_what_is_measured(interrupt.ledger, folder))
+            interrupt.add_note(_what_is_measured(interrupt.ledger, folder, out))
             raise
         except LedgerError as error:
             _show(error.ledger, folder)
@@ -504,12 +509,13 @@ def measure(pipeline: Pipeline, seconds: float, out: Path | str | None, quiet: b
         _show(measured, folder)
 
 
-def _what_is_measured(measured: Ledger | None, folder: Path | None) -> str:
+def _what_is_measured(measured: Ledger | None, folder: Path | None, out: Path | str | None) -> str:
+    """`folder` is that of `out`, or, if that is an address, one that is uploaded next, and removed."""
     if measured is None:
         return "There is no ledger yet: it requires one trial each of plain PyTorch and the full pipeline."
     _show(measured, folder)
     rounds = f"{len(measured.rounds)} round{'s' * (len(measured.rounds) != 1)}"
-    where = "" if folder is None else f" is in {folder / 'ledger.json'}"
+    where = "" if out is None else f" is in {str(out).rstrip('/')}/ledger.json"
     return f"The ledger of {rounds}{where or ' is above'}."
 
 
@@ -519,9 +525,11 @@ def _show(measured: Ledger | None, folder: Path | None) -> None:
     if measured is None:
         return
     with interrupts_held():  # so that a second Ctrl-C loses nothing
-        if folder is not None:
-            measured.save(folder / "ledger.json")
-        print(measured)
+        try:
+            if folder is not None:
+                measured.save(folder / "ledger.json")
+        finally:  # also if the disk is full
+            print(measured)
         if folder is not None:
             try:
                 measured.save(folder / "ledger.png")

@@ -22,12 +22,13 @@ from ....common.errors import PlanError
 from ....common.frozen import FrozenDict
 from ....common.signals import handled, interrupts_held
 from ....common.storage.addresses import stamp
-from ....common.storage.files import write_file
+from ....common.storage.files import make_folder, write_file
 from ....common.table import Table, screen_width
 from ....loaders.sources import files_of
+from ...recipes.flat import PROSE
 from ...recipes.presets import DEFAULTS, completed, parse_overrides
 from ...runs.analysis.compare import RunSummary, read_run
-from ...runs.folder import lock_run_dir, make_folder
+from ...runs.folder import lock_run_dir
 from ...tasks.metrics import format_metric
 from .space import SEED, Space, Values, name_of
 
@@ -230,7 +231,8 @@ def _record(folder: Path, wanted: dict[str, dict[str, Any]]) -> None:
             continue
         if _is_done(read_run(folder / name)):  # any other is trained again, or resumed, which compares its data
             values["data"] = _same_data(folder / name, before.get("data"), now["data"])
-        there = {key: before.get(key, defaults.get(key)) for key in now if key != "data"}
+        # What only describes a recipe changes with versions of Drivetrain, and changes no training.
+        there = {key: before.get(key, defaults.get(key)) for key in now if key not in ("data", *PROSE)}
         if keys := [key for key in there if there[key] != now[key]]:
             what = ", ".join(f"{key}={there[key]!r:.60}, not {now[key]!r:.60}" for key in keys[:3])
             raise PlanError(f"{folder / name} is a run of other values: {what}. Pass another folder: --out.")

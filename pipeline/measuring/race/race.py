@@ -23,6 +23,7 @@ from ....common.budget import OutOfTime, alarm
 from ....common.checks import check_number, check_whole
 from ....common.errors import CheckpointError, DataError, PlanError
 from ....common.storage.addresses import local_path
+from ....common.storage.files import make_folder
 from ....common.terminal import is_interactive
 from ...callbacks.callback import Callback, RunView
 from ...describe.pipeline_spec import PipelineSpec
@@ -31,7 +32,7 @@ from ...ledger.variant import PLAIN
 from ...runs.checkpoints.directory import Checkpoints
 from ...runs.facts import facts_here, fit_options, measured_config, options_of
 from ...runs.fit import fit
-from ...runs.folder import lock_run_dir, make_folder
+from ...runs.folder import lock_run_dir
 from ...tasks.scales import check_comparable, scales
 from ...telemetry.history import Monitor
 from ...telemetry.provenance import provenance

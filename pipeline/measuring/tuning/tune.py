@@ -15,11 +15,11 @@ from ....common.budget import Budget, OutOfTime, alarm, rounded_up
 from ....common.checks import check_number, check_whole
 from ....common.errors import DrivetrainError, PlanError
 from ....common.storage.addresses import local_path
+from ....common.storage.files import make_folder
 from ...describe.pipeline_spec import PipelineSpec
 from ...describe.resolve import ResolvedPlan, resolve
 from ...ledger.statistics import LOOKS, PROCESSES, SEEDS, WORTH, judge, judge_accuracy
 from ...runs.facts import facts_of
-from ...runs.folder import make_folder
 from ...tasks.scales import check_comparable
 from ...training.build import fork_rng, plain_torch, resolve_data
 from ..runner import Failed, check_measurable

@@ -20,7 +20,9 @@ from torch import nn
 
 from .... import transforms
 from ....common.errors import CheckpointError
+from ....common.options.config import options_of
 from ....loaders.epochs import EpochLoader
+from ....loaders.options import ImageOptions
 from ....loaders.order.batches import taken
 from ....loaders.selection import Selection, once
 from ....loaders.sources import files_of
@@ -42,6 +44,8 @@ _DEEPEST = 20  # levels of containers and objects; below, only the class is name
 _ATTRIBUTES = object()  # in `inside`: marks the attributes of an object without its own repr
 _AT_ONCE = 1 << 18  # indices of samples hashed at a time
 _SAMPLED = 1 << 24  # bytes; of a larger array, only the beginning and the end are hashed
+_LOADING = "load settings"
+_OF_DAMAGE = ("on_error", "verify")  # settings for damaged samples, without which a run might not be resumed at all
 
 
 def fingerprint(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]:
@@ -57,7 +61,7 @@ def fingerprint(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]
         "image_size": data.image_size,
         "loader": data.loader,
         "order": data.order,
-        "load settings": dict(data.settings),
+        _LOADING: dict(data.settings),
         "transforms": [identity(transform) for transform in plan.transforms],
         # In a task's own `repr`, a function has an address, and a module has no weights.
         "task": _called(type(plan.task).__qualname__, plan.task.options, ()),
@@ -91,6 +95,8 @@ def check_compatible(saved: dict[str, Any], own: dict[str, Any], where: object, 
         there = saved.get(key, value if key == "scale_lr of the scheduler" else None)  # of older runs there is none
         if key == "parameter groups":
             there, value = _in_both(there, value)
+        if key == _LOADING and isinstance(there, dict):
+            there, value = _decisive(there), _decisive(value)
         if there == value or (key == "epochs" and not tied):
             continue
         length = f" The learning rate, or a method, depends on the length of the training: {'; '.join(tied)}."
@@ -99,6 +105,13 @@ def check_compatible(saved: dict[str, Any], own: dict[str, Any], where: object, 
             f"The checkpoint {where} is of a run with {key} = {there!r}, and this one has {value!r}.{why} Resume "
             f"with the same value, or start from scratch with resume=None in another folder."
         )
+
+
+def _decisive(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a loader that change what is trained on: not those that are the defaults."""
+    defaults = {name: option.default for name, option in options_of(ImageOptions).items()}
+    usual = json.loads(json.dumps(defaults, default=identity))
+    return {name: value for name, value in settings.items() if name not in _OF_DAMAGE and value != usual.get(name, ...)}
 
 
 def compare_validation(saved: dict[str, Any], own: dict[str, Any]) -> str:

@@ -12,7 +12,8 @@ from drivetrain.loaders import FFCVLoader, convert, open_beton
 from drivetrain.loaders.beton.data_set import open_files
 from drivetrain.loaders.beton.layout import ALLOCATION, FIELD, HEADER, MIN_PAGE, Field, metadata_dtype
 from drivetrain.loaders.beton.manifest import manifest_path
-from loader_pictures import beton_of, raw_beton, raw_pictures
+from loader_pictures import beton_of, file_bytes, jpeg_bytes, picture, raw_beton, raw_pictures
+from PIL import Image
 
 COUNT, SIDE = 9, 12
 FIELDS = [Field("image", "rgb_image"), Field("label", "int")]
@@ -322,3 +323,14 @@ def test_loader_raises_the_same(copy: Path) -> None:
 def test_a_file_whose_folder_cannot_be_looked_into(tmp_path: Path, name: str) -> None:
     with pytest.raises(BetonError, match="cannot be read: File name too long"):
         open_files(tmp_path / ("x" * 300) / name)
+
+
+def test_only_a_jpeg_is_read_as_one(tmp_path: Path) -> None:
+    """Pillow reads many formats, one of which it hands to another program."""
+    path = tmp_path / "a.beton"
+    place = int(beton_of([(jpeg_bytes(picture(3, 90, 120)), 0)], path).pointers[0])
+    with path.open("r+b") as file:
+        file.seek(place)
+        file.write(file_bytes(Image.new("RGB", (120, 90)), "PNG"))
+    with pytest.raises(BetonError, match="sample 0: its JPEG data cannot be decoded"):
+        open_beton(path).image(0)

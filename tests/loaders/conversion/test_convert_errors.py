@@ -46,6 +46,10 @@ def cut_png(path: Path) -> None:
     os.truncate(path, 3000)
 
 
+def postscript(path: Path) -> None:
+    Image.fromarray(PICTURE).save(path, "EPS")
+
+
 def jpeg_header_only(path: Path) -> None:
     path.write_bytes(b"\xff\xd8\xff\xe0\x00\x10JFIF")
 
@@ -59,6 +63,7 @@ BAD = {
     dangling_link: "it cannot be read: No such file",
     cut_png: "it cannot be decoded",
     jpeg_header_only: "not an image|cannot be decoded",
+    postscript: "it is PostScript",
 }
 
 
@@ -148,9 +153,14 @@ def test_fewer_classes_than_labels(tmp_path: Path) -> None:
     refused((IMAGES, LABELS), tmp_path, "Sample [34] has the class index 4", classes=list("abcd"))
 
 
-@pytest.mark.parametrize("classes", ["cats", [0, 1, 2, 3, 4], ["a", None], 5], ids=repr)
+@pytest.mark.parametrize("classes", ["cats", [0, 1, 2, 3, 4], ["a", None], {"cat"}, 5], ids=repr)
 def test_classes_that_are_no_list_of_names(tmp_path: Path, classes: Any) -> None:
     refused((IMAGES, LABELS), tmp_path, re.escape(f"classes={classes!r} must be a list of names"), classes=classes)
+
+
+def test_a_set_of_fields_has_no_order(tmp_path: Path) -> None:
+    fields: Any = {"area"}
+    refused([(IMAGES[0], 0, 1)], tmp_path, r"fields=\{'area'\} must be a list of names, or a mapping", fields=fields)
 
 
 def test_classes_of_an_array(tmp_path: Path) -> None:

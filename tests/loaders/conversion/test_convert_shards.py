@@ -11,6 +11,7 @@ import sys
 import tarfile
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from drivetrain.common.storage import addresses
 from drivetrain.loaders import convert, open_beton
 from drivetrain.loaders.beton.data_set import open_files
 from drivetrain.loaders.conversion import shards
+from drivetrain.loaders.conversion.on_ray import warn_if_too_many
 from loader_pictures import jpeg_bytes, picture
 from object_store import Store, object_store
 
@@ -280,6 +282,15 @@ except DataError as error:
 import ray
 assert not ray.is_initialized()
 """
+
+
+def test_tasks_that_no_machine_can_take() -> None:
+    machines = [{"Alive": True, "Resources": {"CPU": 4.0}}, {"Alive": False, "Resources": {"CPU": 9.0}}]
+    with pytest.warns(UserWarning, match="Each shard takes 5 CPUs .* no machine of Ray's cluster has more than 4"):
+        warn_if_too_many(5, machines)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_if_too_many(4, machines)
 
 
 @pytest.mark.process

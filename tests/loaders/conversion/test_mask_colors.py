@@ -74,6 +74,7 @@ def test_masks_without_colors_keep_none(tmp_path: Path) -> None:
     [
         ([0, 1, 2, 11], {11: 255}, HEX),  # what does not count needs no color
         ([0, 1, 11], {11: 2}, [*HEX[:2], "#010203"]),
+        ([0, 1, 11], {np.uint8(11): np.int64(2)}, [*HEX[:2], "#010203"]),
         ([0, 1, 2], {1: 2, 2: 1}, [HEX[0], HEX[2], HEX[1]]),
         ([0, 1, 2], {2: 1}, HEX[:2]),  # its own color, not that of the class that joined it
         ([0, 2], {2: 1}, [HEX[0], HEX[2]]),

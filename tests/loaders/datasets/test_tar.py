@@ -112,6 +112,20 @@ def test_further_members_are_fields(tmp_path: Path) -> None:
     refused(path, tmp_path, r"a\.tar: key 0: it has no member \.flac", fields=["flac"])
 
 
+def test_several_json_members(tmp_path: Path) -> None:
+    values = {"boxes.json": [[1, 2, 30, 40]], "points.json": [[5, 6], [7, 8]], "meta.json": {"n": 3}}
+    kinds = {"boxes.json": "boxes", "points.json": "keypoints", "meta.json": "json"}
+    further = {name: json.dumps(value).encode() for name, value in values.items()}
+    path = shard(tmp_path / "a.tar", sample("0", 0, **further) | sample("1", 1, **further))
+    beton = beton_of(path, tmp_path / "a.beton", fields=kinds)
+    assert beton.targets == {"boxes.json": "boxes", "points.json": "keypoints"}
+    for name, value in values.items():
+        assert beton.read(name, np.array([1])) == [value]
+    for name, words in (("boxes.json", "its boxes 'boxes.json': Expecting value"), ("meta.json", "should be json")):
+        path = shard(tmp_path / "b.tar", sample("0", 0, **further) | sample("1", 1, **further | {name: b"no"}))
+        refused(path, tmp_path, f"key 1: .*{words}", fields=kinds)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

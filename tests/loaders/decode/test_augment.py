@@ -121,6 +121,7 @@ def test_bfloat16_is_float32_rounded(kind: Any, photos: Path) -> None:
         ({"interpolation": "cubic"}, "interpolation='cubic' is not known. Did you mean 'bicubic'"),
         ({"verify": True, "fields": ["weight"]}, "'weight' is not a field"),
         ({"fields": "label"}, "fields='label' must be a list of texts"),
+        ({"fields": {"label"}}, r"fields=\{'label'\} must be a list of texts, in the order of a batch"),
     ],
 )
 def test_settings_that_cannot_be(kind: Any, photos: Path, options: dict[str, Any], words: str) -> None:

@@ -207,6 +207,22 @@ def test_a_damaged_mask_is_an_error_or_another_sample(file: Path, tmp_path: Path
     assert all(isinstance(each, torch.Tensor) for each in found)
 
 
+@pytest.mark.parametrize("kind", [FFCVLoader, TorchLoader])
+def test_a_first_mask_that_is_damaged_can_be_excluded(kind: Any, file: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "damaged.beton"
+    copy.write_bytes(file.read_bytes())
+    start = int(open_beton(copy).columns["label"].pointers[0])
+    with copy.open("r+b") as opened:
+        opened.seek(start + 60)
+        opened.write(b"\xff\x00\xff\x00")
+    options = {"batch_size": 5, "image_size": 24, "workers": int(kind is FFCVLoader)}
+    with kind(copy, indices=range(1, 6), **options) as loader:
+        assert next(iter(loader))[1].shape == (5, 24, 24)
+    words = r"sample 0.*mask 'label'"
+    with kind(copy, order="sequential", **options) as loader, pytest.raises(BetonError, match=words):
+        next(iter(loader))
+
+
 def test_a_png_of_a_field_that_is_no_mask(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     Image.fromarray(picture(1, 12, 12)).save(buffer, "PNG")

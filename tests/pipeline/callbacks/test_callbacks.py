@@ -387,6 +387,14 @@ def test_a_run_that_ends_where_its_profile_would_begin_has_none(
     assert f"the run ended before step {STEPS + 1}; there is no {trace}" in "".join(capsys.readouterr())
 
 
+def test_the_folder_of_a_profile_is_tried_before_training(toy: Toy, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    watched = StopAt()
+    with pytest.raises(DrivetrainError, match="file cannot be a folder"):
+        toy.pipeline().fit(epochs=1, progress=False, callbacks=[Profile(tmp_path / "file/trace.json"), watched])
+    assert watched.seen == []
+
+
 def test_evaluations_within_epochs(toy: Toy, tmp_path: Path) -> None:
     """Every third step and every second epoch; the last epoch always; the best checkpoint is an evaluated one."""
     pipeline = toy.pipeline(batch_norm_model)

@@ -10,6 +10,7 @@ import pytest
 from drivetrain import DataError, Pipeline, PlanError
 from drivetrain.loaders import FFCVLoader, convert
 from drivetrain.loaders.sample_options import SampleOptions
+from PIL import Image
 from pipeline_data import CLASSES, SIDE, TRAIN, Toy, plain_model, toy_arrays
 from same_runs import assert_same_run
 
@@ -206,3 +207,19 @@ def test_a_mix_has_shares_of_its_own(toy: Toy) -> None:
     with toy.pipeline().load(mix, batch_size=8, image_size=SIDE, val_split=0.2).build() as built:
         assert not set(built.train.indices) & set(built.val.indices)
         assert len(built.train.indices) + len(built.val.indices) == TRAIN + 50
+
+
+@pytest.mark.parametrize("options", [{"val_split": 0.25}, {"folds": 4, "fold": 1}], ids=str)
+def test_a_part_of_a_folder_is_held_out(options: dict[str, Any], tmp_path: Path) -> None:
+    """Plain PyTorch loads a folder as it is."""
+    images, labels = toy_arrays(40, seed=4)
+    for number, (image, label) in enumerate(zip(images, labels, strict=True)):
+        folder = tmp_path / "abcd"[label]
+        folder.mkdir(exist_ok=True)
+        Image.fromarray(image).save(folder / f"{number}.png")
+    pipeline = made(str(tmp_path), batch_size=10, loader="torch", workers=0, **options)
+    assert "held out and evaluated" in pipeline.plan().steps[0].why
+    with pipeline.build() as built:
+        assert built.val is not None
+        assert sorted([*built.train.indices, *built.val.indices]) == [*range(40)]
+        assert sum(len(targets) for _, targets in built.val) == len(built.val.indices) == 10

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drivetrain import MissingExtra
+from drivetrain import DrivetrainError, MissingExtra
 from drivetrain.pipeline import Ledger
 from drivetrain.pipeline.apps.cli.training import _show
 from drivetrain.pipeline.ledger.picture import picture
@@ -102,3 +102,10 @@ def test_the_command_does_not_fail_without_matplotlib(
     _show(made_up(), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["ledger.json"]
     assert "There is no ledger.png: matplotlib is needed to draw the ledger" in capsys.readouterr().out
+
+
+def test_the_command_prints_what_it_cannot_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It may have measured for hours, and the disk be full by now, or the folder be gone."""
+    with pytest.raises(DrivetrainError, match=r"ledger\.json could not be written"):
+        _show(made_up(), tmp_path / "gone")
+    assert made_up().bound in " ".join(capsys.readouterr().out.split())

@@ -17,10 +17,11 @@ import yaml
 from drivetrain import RECIPES, Pipeline, RecipeError, strategies
 from drivetrain.pipeline.describe.plan import Plan
 from drivetrain.pipeline.describe.resolve import resolve
+from drivetrain.pipeline.recipes.core_yaml import dump
 from drivetrain.pipeline.recipes.files import read_recipe
 from drivetrain.pipeline.recipes.presets import completed
 from drivetrain.pipeline.runs.folder import RECIPE as FILE
-from drivetrain.pipeline.runs.folder import recipe_text, with_trained
+from drivetrain.pipeline.runs.folder import with_trained
 from drivetrain.strategies.registry import STRATEGIES
 from drivetrain.transforms import EMA, BlurPool, LabelSmoothing, RandAugment
 from pipeline_data import Toy, plain_model
@@ -88,7 +89,7 @@ def test_a_run_writes_texts_that_stay_texts(tmp_path: Path) -> None:
     """Folders of classes, and runs, may be named 08 or 1e-3, which are texts to YAML 1.1 and numbers to 1.2."""
     texts = [*SCALARS, "08", "-09", "0189", "1e3", "1.5e3", "2E-4"]
     recipe = {"init_from": "1e-3", "groups": {"08": {"lr": 0.1}}, "values": [8, -3, 1e-5, 2e20, True, None, *texts]}
-    trained = with_trained({FILE: recipe_text(recipe)}, {"task": "MultiLabel()", "inputs": {"classes": texts}})
+    trained = with_trained({FILE: dump(recipe)}, {"task": "MultiLabel()", "inputs": {"classes": texts}})
     found = read_recipe(written(tmp_path, trained[FILE]))[0]
     assert found == recipe | {"trained": {"task": "MultiLabel()", "classes": texts}}
     assert yaml.safe_load(trained[FILE]) == found  # as YAML 1.1

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -24,8 +25,10 @@ from command_line import call, call_several, toy_values
 from drivetrain import Callback, CheckpointError, Checkpoints, DataError, PlanError, Profile, RunView, strategies
 from drivetrain.common.storage import addresses as sources
 from drivetrain.pipeline import TrainingInterrupted, TrainingPreempted, export, load_run
-from drivetrain.pipeline.apps.cli.training import _end_reported
+from drivetrain.pipeline.apps.cli.training import _end_reported, _what_is_measured
 from drivetrain.pipeline.runs.checkpoints.remote import RemoteRun, opened
+from drivetrain.pipeline.runs.folder import uploading_from
+from ledgers import made_up
 from object_store import SECRET, Store, object_store
 from PIL import Image
 from pipeline_data import Toy, left_in, numbers
@@ -131,6 +134,22 @@ def test_the_command_line_has_where_results_are_that_could_not_be_uploaded(
     with pytest.raises(TrainingPreempted), _end_reported(out, quiet=False):
         raise preempted
     assert f"They are in {kept}." in capsys.readouterr().err
+
+
+def test_a_ledger_that_cannot_be_uploaded_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "PATIENCE", 0.1)
+    store = tmp_path / "store"
+    for fails in (False, True):
+        kept = pytest.raises(CheckpointError, match=r"store cannot be written: .* The results are kept in /")
+        with kept if fails else nullcontext(), uploading_from(f"file://{store}") as folder:
+            made_up().save(folder / "ledger.json")
+            if fails:
+                shutil.rmtree(store)
+                store.touch()
+            note = _what_is_measured(made_up(), None, f"file://{store}/")
+        assert note == f"The ledger of 3 rounds is in file://{store}/ledger.json."
+        assert ((store / "ledger.json").exists(), (folder / "ledger.json").exists()) == (not fails, fails)
+    shutil.rmtree(folder)
 
 
 @pytest.mark.process

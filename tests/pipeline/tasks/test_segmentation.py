@@ -1,6 +1,7 @@
 """Segmentation from a `.beton` with masks: trained, judged as by hand, on ranks, resumed, predicted, and refused."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from drivetrain import Classification, DataError, Pipeline, PlanError, Segmentation
-from drivetrain.loaders import FFCVLoader, TorchLoader, convert
+from drivetrain.common.errors import BetonError
+from drivetrain.loaders import FFCVLoader, TorchLoader, convert, open_beton
 from drivetrain.pipeline import load_run
 from drivetrain.strategies import launch
 from drivetrain.transforms import CutOut, MixUp, ProgressiveResizing, RandAugment, TestTimeFlip
@@ -16,6 +18,7 @@ from PIL import Image
 from same_runs import assert_same_weights
 from segmentation_jobs import SIDE, VAL, Files, Net, history, on_two_ranks, pipeline_of, scene, write
 from torch import nn
+from torch.nn import functional as F
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +182,25 @@ def test_class_indices_without_names_are_looked_at(tmp_path: Path) -> None:
         pipeline.fit(epochs=1, progress=False)
 
 
+def test_a_damaged_mask_can_be_excluded_or_skipped(tmp_path: Path) -> None:
+    """Also where masks are looked at before training."""
+    path = tmp_path / "a.beton"
+    convert([scene(seed) for seed in range(20)], path, progress=False)
+    start = int(open_beton(path).columns["label"].pointers[3])
+    with path.open("r+b") as file:
+        file.seek(start + 60)
+        file.write(b"\xff\x00\xff\x00")
+    pipeline = Pipeline(Net, num_classes=3).task(Segmentation(3))
+    options: dict[str, Any] = {"batch_size": 4, "image_size": SIDE, "workers": 1}
+    others = [number for number in range(20) if number != 3]
+    cases: list[tuple[dict[str, Any], int]] = [({"indices": others}, 16), ({"on_error": "skip"}, 20)]
+    for chosen, count in cases:
+        with pipeline.load(str(path), **options, **chosen).build() as built:
+            assert sum(len(masks) for _, masks in built.train) == count
+    with pytest.raises(BetonError, match=r"sample 3: its mask 'label': its PNG is damaged"):
+        pipeline.load(str(path), **options).build()
+
+
 def test_masks_as_files(files: Files, tmp_path: Path) -> None:
     """Of the pictures' sizes and folders; what the crop leaves out does not count."""
     result = pipeline_of(files).fit(epochs=4, progress=False)
@@ -246,3 +268,12 @@ def test_more_values_that_do_not_count(value: int, tmp_path: Path) -> None:
 def test_values_that_cannot_be_ignored(value: Any, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         Segmentation(3, ignore_index=value)
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), F.cross_entropy, partial(F.nll_loss, ignore_index=11)])
+def test_a_loss_that_counts_what_is_ignored(loss: Any) -> None:
+    with pytest.raises(PlanError, match=r"makes pixels 255, which \w+ counts as a class. Pass the loss with"):
+        Segmentation(11, ignore_index=11, loss=loss)
+    assert Segmentation(11, loss=loss).ignored == (255,)
+    Segmentation(11, ignore_index=11, loss=nn.CrossEntropyLoss(ignore_index=255))
+    Segmentation(11, ignore_index=11, loss=lambda outputs, _: outputs.mean())

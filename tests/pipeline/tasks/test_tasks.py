@@ -299,6 +299,8 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "metric of another task": (partial(Regression, metrics=("map",)), "no metric is named 'map'"),
     "no metric": (partial(MultiLabel, metrics=(3,)), "3 is not a metric. Pass names of .*'map'"),
+    "a set": (partial(MultiLabel, metrics={"map"}), "must be a list of metrics, or a dict"),
+    "a number": (partial(MultiLabel, metrics=3), "metrics=3 must be a list of metrics"),
     "a class": (partial(MultiLabel, metrics=dict), "is not a metric"),
     "a class with arguments": (
         partial(MultiLabel, metrics=MulticlassCalibrationError),

@@ -46,6 +46,19 @@ def test_the_first_pattern_that_matches_wins() -> None:
     assert note == "Parameter groups: 0.weight (lr=0.5): 216 in 1 tensor(s); all others: 532 in 4 tensor(s)."
 
 
+class WithoutRate(torch.optim.Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise AssertionError(closure)
+
+
+def test_a_group_without_a_learning_rate(toy: Toy) -> None:
+    with pytest.raises(PlanError, match="WithoutRate has a parameter group without 'lr'"):
+        toy.pipeline().optimize(lambda params: WithoutRate(params)).fit(epochs=1, progress=False)
+
+
 def test_with_no_weight_decay_both_apply() -> None:
     found, _ = built({"5.*": {"lr": 1.0, "weight_decay": 0.5}}, decay=True)
     plain, head = [(["0.weight"], 0.1, 0.01), (["1.weight", "1.bias"], 0.1, 0.0)], (["5.bias"], 1.0, 0.0)

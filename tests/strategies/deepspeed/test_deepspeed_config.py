@@ -65,7 +65,25 @@ def test_a_configuration_passes_through(tmp_path: Path) -> None:
         section = made["zero_optimization"]
         assert section["reduce_bucket_size"] == 1000
         assert section["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+        assert "offload_param" not in section
     assert make_config(choose_zero(2, None, None, {}), Options(), {}, "deepspeed")["gradient_clipping"] == 0.0
+
+
+def test_optimizer_and_parameters_are_offloaded_each_as_configured() -> None:
+    def section(offload: str | None = None, **given: str) -> dict[str, Any]:
+        config = {"zero_optimization": {f"offload_{part}": {"device": device} for part, device in given.items()}}
+        made: dict[str, Any] = make_config(choose_zero(3, offload, "/disk", config), Options(), config, "deepspeed")
+        return {part: made["zero_optimization"].get(f"offload_{part}") for part in ("optimizer", "param")}
+
+    cpu, nvme = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/disk"}
+    assert section() == {"optimizer": None, "param": None}
+    assert section("cpu") == section("cpu", param="cpu") == {"optimizer": cpu, "param": cpu}
+    assert section("nvme") == {"optimizer": nvme, "param": nvme}
+    assert section(optimizer="cpu", param="none") == {"optimizer": cpu, "param": {"device": "none"}}
+    assert section(param="cpu") == {"optimizer": None, "param": cpu}
+    assert section(optimizer="cpu", param="nvme") == {"optimizer": cpu, "param": nvme}
+    with pytest.raises(StrategyError, match="offload_param='nvme' contradicts offload='cpu'"):
+        section("cpu", param="nvme")
 
 
 @pytest.mark.parametrize(

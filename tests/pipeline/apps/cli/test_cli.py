@@ -155,6 +155,10 @@ def test_recipes_are_listed_shown_and_explained() -> None:
     assert (every.code, one.code, keys.code) == (0, 0, 0)
 
 
+def test_a_recipe_and_the_keys_of_all_exclude_each_other() -> None:
+    assert "Leave out 'baselin', or --keys to see its values." in call("recipes", "baselin", "--keys").line
+
+
 def test_a_file_is_a_recipe(toy: Toy, tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(yaml.safe_dump(toy.named().replace(epochs=1).to_recipe()))
@@ -404,6 +408,11 @@ def test_the_options_of_fit_are_flags(toy: Toy, tmp_path: Path) -> None:
 def test_every_option_of_fit_can_be_set() -> None:
     flags = {*parsed("train", "baseline")} | {"epochs", "progress", "checkpoints", "stop_on"}
     assert set(options_of(FitConfig)) <= flags
+
+
+def test_a_budget_without_a_ledger_is_refused(toy: Toy) -> None:
+    refused = call("train", "cifar10-quickstart", *toy_values(toy), "--ledger-seconds", "60")
+    assert "--ledger-seconds is the time budget of --ledger. Pass both or neither." in refused.line
 
 
 def test_null_and_false_replace_the_recipes_options_of_fit_or_are_refused(toy: Toy, tmp_path: Path) -> None:

@@ -84,6 +84,13 @@ def test_bad_values_end_the_sweep_before_it_begins(tmp_path: Path) -> None:
     assert not out.exists()
 
 
+def test_the_seed_of_a_random_search_is_not_that_of_trainings(tmp_path: Path) -> None:
+    out = tmp_path / "sweep"
+    end = call("sweep", "cifar10-quickstart", "optimizer.lr=0.1,1", "--seed", "3", "--out", str(out))
+    assert "Pass --random N, too; or seed=3, the seed of the trainings." in end.line
+    assert not out.exists()
+
+
 @pytest.mark.parametrize(
     ("gpus", "jobs", "parts"),
     [
@@ -161,6 +168,17 @@ def test_what_is_recorded_of_runs(tmp_path: Path, toy: Toy) -> None:
     del known["run"]["stream"]  # which version 0.2.0 did not have
     (tmp_path / "sweep.json").write_text(json.dumps(known))
     assert record([3, 4]) == [3, 4]
+
+
+def test_the_description_of_a_recipe_may_change(tmp_path: Path) -> None:
+    """As the results do that a recipe reports, from version to version."""
+    values = completed("cifar10-quickstart", {"train": "a.beton", "epochs": 1}).values | {"data": {}}
+    reworded = {"description": "Mine.", "measured": "90 %, on two cores", "notes": {"seed": "any"}, "name": "mine.yaml"}
+    _record(tmp_path, {"run": dict(values)})
+    _record(tmp_path, {"run": values | reworded})
+    assert json.loads((tmp_path / "sweep.json").read_text())["run"]["description"] == "Mine."
+    with pytest.raises(PlanError, match="is a run of other values: seed=0, not 3"):
+        _record(tmp_path, {"run": values | reworded | {"seed": 3}})
 
 
 def test_a_sweep_under_nohup_continues_without_its_terminal() -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -19,7 +20,7 @@ from drivetrain.common.errors import DrivetrainError, LedgerError
 from drivetrain.pipeline import TuneInterrupted
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.ledger.variant import Trial, VariantId
-from drivetrain.pipeline.measuring.runner import Failed
+from drivetrain.pipeline.measuring.runner import Failed, _boot
 from drivetrain.pipeline.measuring.tuning.arena import Arena, Contender, collective_seconds
 from drivetrain.pipeline.measuring.tuning.candidates import fitting
 from drivetrain.pipeline.measuring.tuning.result import Tuned
@@ -106,6 +107,12 @@ def test_what_cannot_be_tuned_is_refused(toy: Toy, tmp_path: Path) -> None:
         pipeline_of(toy).replace(model_options={"classes": 7}).tune(seconds=20, progress=False)
 
 
+def test_the_command_prints_its_result_also_when_it_is_quiet(toy: Toy) -> None:
+    end = call("tune", "cifar10-quickstart", *toy_values(toy), "--seconds", "0.4", "--quiet")
+    assert (end.code, end.err) == (0, "")
+    assert "changes accepted" in end.out
+
+
 @pytest.mark.long
 def test_the_command_writes_a_recipe_that_trains(toy: Toy, tmp_path: Path) -> None:
     out = tmp_path / "tuned"
@@ -160,6 +167,26 @@ def test_processes_of_their_own_have_variables_and_leave_nothing(toy: Toy) -> No
     here.close()
     assert not wait_until_ended([child], 5)
     assert "DRIVETRAIN_TEST" not in os.environ
+
+
+def test_a_process_of_its_own_has_texts_as_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after `sys.path.append(Path(…))`, which Python ignores: of its program, what precedes the imports."""
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
+    exec(_boot(0).partition("from drivetrain")[0], {})
+    assert sys.path[-1] == str(tmp_path)
+
+
+def test_what_cannot_be_sent_to_a_process_of_its_own_is_refused(toy: Toy) -> None:
+    lock = threading.Lock()
+
+    def model() -> torch.nn.Module:
+        with lock:
+            return plain_model()
+
+    words = r"cannot be sent to a process of its own.*cannot pickle '_thread\.lock' object.*the model's factory"
+    with pytest.raises(PlanError, match=words):
+        Arena(perf_counter() + 60, 0.1).open("as given", pipeline_of(toy).replace(model=model), {})
+    assert not running_children("measuring.runner")
 
 
 @pytest.fixture

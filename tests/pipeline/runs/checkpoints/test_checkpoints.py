@@ -269,6 +269,14 @@ def test_another_run_is_refused(toy: Toy, tmp_path: Path) -> None:
     assert len(fit(moved.distribute("single", accumulate=2), resume=tmp_path).history.epochs) == 3
 
 
+def test_settings_for_damaged_samples_and_defaults_do_not_stop_a_resume(toy: Toy, tmp_path: Path) -> None:
+    fit(toy.pipeline(scale=(0.5, 1.0), ratio=(0.75, 4 / 3)), 1, out=tmp_path)
+    careful = toy.pipeline(scale=[0.5, 1.0], on_error="skip", verify=True)
+    assert_same_run(fit(careful, 2, resume=tmp_path), fit(careful, 2))
+    with pytest.raises(CheckpointError, match=r"load settings = \{'flip': False, 'scale': \[0.5, 1.0\]\}, and this"):
+        fit(toy.pipeline(scale=(0.4, 1.0), on_error="skip"), 2, resume=tmp_path)
+
+
 def halved(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.StepLR:
     return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 
