@@ -93,7 +93,12 @@ class DataConfig(ReadOptions, SampleOptions):
     same fields and classes. An epoch of a mix has as many samples as all its data sets together, of each its share by
     weight: `loaders.order.epoch.mixed`."""
     val: Annotated[
-        str | Files | None, SOURCE, Kind(lambda value: value is None, "None"), Check(_check_val), IN_WORDS
+        str | Files | None,
+        SOURCE,
+        Kind(lambda value: isinstance(value, Files), "files", json=False),
+        Kind(lambda value: value is None, "None"),
+        Check(_check_val),
+        IN_WORDS,
     ] = None
     """Data to evaluate on after each epoch, likewise, but not a mix; None: none."""
     _: KW_ONLY

@@ -128,7 +128,7 @@ class RunCallbacks(Observer):
         ends = state.meter.steps >= state.epoch_steps
         self._view._loss, taken, self._taken = state.step_loss, self._taken, False
         if self._at_steps:
-            if self._view._gradients is None or not taken:
+            if self._view._gradients is None or not taken or state.overflowed:
                 needed = self._failure is None and any(one.needs_gradients(state.step) for one in self._all)
                 self._view._gradients = {} if needed else None  # the step was skipped
             self._call("on_step_end")

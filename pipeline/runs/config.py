@@ -8,7 +8,7 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ...common.checks import check_fields
+from ...common.checks import check_fields, plain
 from ...common.errors import PlanError, suggest
 from ...common.names import imported
 from ...common.options.config import Check, Kind, options_of
@@ -91,7 +91,7 @@ def recorded(config: FitOptions, recipe: FitOptions | None) -> FitOptions | None
         name = type(one).__name__
         if type(one) is known.get(name):
             options = {
-                key: getattr(one, key)
+                key: plain(getattr(one, key))
                 for key, parameter in signature(known[name]).parameters.items()
                 if getattr(one, key) != parameter.default
             }

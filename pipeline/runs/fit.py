@@ -67,7 +67,7 @@ def fit(spec: PipelineSpec, config: FitConfig, *, show_plan: bool = False, each_
         plan=f"{Plan(plan.steps)!r}" if show_plan else "", each_rank=each_rank and is_rank(),
     )  # fmt: skip
     with lock_run_dir(folder) if folder is not None and is_main_process() else nullcontext():
-        plan = resolve_data(plan, progress)
+        plan = resolve_data(plan, progress, names=True)
         uploaded = taken_up(folder, job.resume)
         for text in (note, uploaded, "" if folder is None else replaced(folder, job.resume)):
             _echo(text, progress)

@@ -233,17 +233,18 @@ def uploading_from(address: str) -> Iterator[Path]:
 
 
 class PublishResults(Observer):
-    """Upload the files of a run in a thread, after each evaluation and epoch; a failure is left to the next time."""
+    """Upload the files of a run in a thread, after each evaluation, epoch and checkpoint; a failure is left to the next
+    time."""
 
     def __init__(self, remote: RemoteRun) -> None:
         self._remote = remote
         self._thread: threading.Thread | None = None
 
     def on_evaluation_end(self, state: TrainState, evaluation: Evaluation) -> None:  # noqa: ARG002
-        self._begin()
+        self.begin()
 
     def on_epoch_end(self, state: TrainState, epoch: Epoch) -> None:  # noqa: ARG002
-        self._begin()
+        self.begin()
 
     def on_end(self, *, failed: bool) -> None:
         """Wait for the upload in progress; after a failure, only briefly. `published` uploads the rest."""
@@ -252,7 +253,7 @@ class PublishResults(Observer):
                 self._remote.files.close()
             self._thread.join(_PATIENCE if failed else None)
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
         if self._thread is None or not self._thread.is_alive():
             with interrupts_held():
                 self._thread = threading.Thread(target=self._push, name="drivetrain-upload", daemon=True)

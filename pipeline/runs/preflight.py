@@ -98,7 +98,8 @@ def facts(plan: ResolvedPlan, job: FitJob) -> dict[str, str]:
         recipe = {key: value for key, value in to_recipe(plan.spec).items() if key not in own}
         recipe["load settings"] = dict(plan.data.settings)
     except RecipeError:  # e.g. an own model: then the plan, whose text names everything
-        recipe = {f"the step {step.what!r}": step.why for step in plan.steps}
+        whats = ("load" if step.asked_by == ".load()" else step.what for step in plan.steps)  # copies may be elsewhere
+        recipe = {f"the step {what!r}": step.why for what, step in zip(whats, plan.steps, strict=True)}
     found |= {key: identity(value) for key, value in _flat(recipe).items()}
     found |= {f"fit({name})": identity(getattr(job, name)) for name in _SHARED}
     found["fit(out)"] = "none" if job.out is None else str(job.out) if is_address(job.out) else "a folder"

@@ -24,6 +24,7 @@ from ..describe.inputs import Inputs
 from ..describe.pipeline_spec import PipelineSpec, sort_transforms
 from ..describe.plan import Plan
 from ..describe.resolve import ResolvedPlan, resolve
+from ..models.weights import weights_omitted
 from ..recipes.convert import build_pipeline
 from ..recipes.files import RECIPE
 from ..tasks.standard import Classification, Segmentation
@@ -386,14 +387,16 @@ def _on_validation_data(
             "errors('val.beton') (--data)."
         )
     check_source(weights)
-    found: Result = on_ranks(resolve_data(plan, progress=False), _of_rank, weights, judged, trained)
+    named = resolve_data(plan, progress=False, names=True)
+    found: Result = on_ranks(named, _of_rank, weights, judged, trained)
     return found
 
 
 def _of_rank(
     plan: ResolvedPlan, weights: WeightsArg, judged: Callable[[Built, EpochLoader], Result], trained: TrainedOn | None
 ) -> Result:
-    with built_here(plan, InitialWeights(weights, plan.transforms, strict=True), trained=trained) as built:
+    initial = InitialWeights(weights, plan.transforms, strict=True)
+    with weights_omitted(), built_here(plan, initial, trained=trained) as built:  # `initial` replaces all weights
         assert built.val is not None
         return judged(built, built.val)
 

@@ -121,6 +121,7 @@ class Run(Observer):
         self._infinite = {name for name, value in buffers if not value.isfinite().all()} - built.without_values.keys()
         self._name = ""
         self._writer: CheckpointWriter | None = None
+        self._publishing: PublishResults | None = None
         self._observer: Observer = self._guard
         self._bar: Observer = Observer()
 
@@ -139,10 +140,11 @@ class Run(Observer):
         if self._store is not None and self._job.checkpoints is not None:
             self._writer = CheckpointWriter(self._engine, self._store, self._job.checkpoints, choice.run)
         remote = RemoteRun.at(self._job.folder) if self._lead else None
-        publishing = Observer() if remote is None else PublishResults(remote)
+        self._publishing = None if remote is None else PublishResults(remote)
         self._observer = Observers(
-            self._clock, self._guard, self._metrics, self._artifacts, self._callbacks, publishing, self
-        )
+            self._clock, self._guard, self._metrics, self._artifacts, self._callbacks,
+            self._publishing or Observer(), self,
+        )  # fmt: skip
         failed = True
         try:
             self._begin(choice)
@@ -392,6 +394,8 @@ class Run(Observer):
         assert self._writer is not None
         self._artifacts.flush()
         self._writer.settle()  # before the next copy of all values: the thread holds one while it writes
+        if self._publishing is not None:
+            self._publishing.begin()  # the log until here: who resumes on another machine has no other
         part, content = states.capture_state(
             self._built, run=self._name, strategy=self._plan.distribution.name, facts=self._facts,
             description=description(self._plan), history=self._artifacts.history,

@@ -27,7 +27,7 @@ from ...common.storage.cache import Remote
 from ...loaders.epochs import EpochLoader
 from ...loaders.image_size import height_width
 from ...loaders.selection import Selection
-from ...loaders.sources import Files, Source, files_of
+from ...loaders.sources import Files, Part, Source, files_of
 from ...strategies import Engine, OptimizerFactory
 from ...strategies.common.meta import materialise, values_follow, without_reset
 from ...strategies.devices import rank_device
@@ -370,11 +370,18 @@ def source_files(data: DataConfig, source: Source, *, progress: bool = True) -> 
     return str(local(files.names[0])) if len(files.names) == 1 and files.weights is None else files.map(local)
 
 
-def resolve_data(plan: ResolvedPlan, progress: bool) -> ResolvedPlan:
+def resolve_data(plan: ResolvedPlan, progress: bool, *, names: bool = False) -> ResolvedPlan:
+    """Find the files of the data. With `names`, a data set keeps the name or address by which it was given, which
+    loggers and results show, also if its one file is elsewhere."""
     data = plan.data
-    train = source_files(data, data.train, progress=progress)
-    val = None if data.val is None else source_files(data, data.val, progress=progress)
-    return plan.with_sources(train, val)
+
+    def find(source: Source) -> str | Files:
+        found, name = source_files(data, source, progress=progress), str(files_of(source))
+        if names and isinstance(found, str) and found != name:
+            return Files((Part(name, (found,)),))
+        return found
+
+    return plan.with_sources(find(data.train), None if data.val is None else find(data.val))
 
 
 class _MetaNoticed(TorchFunctionMode):

@@ -126,7 +126,8 @@ class CheckpointDir:
             self.remote.begin()
 
     def catch_up(self) -> str:
-        """Upload the newest checkpoint if the address lacks it; return a note for the user, or ""."""
+        """Upload the newest checkpoint if the address lacks it, and the files of the run, which belong to it; return a
+        note for the user, or ""."""
         run = self.run
         if self.remote is None or run is None or not is_of_run(self.remote.files.read(f"{CHECKPOINTS}/{RUN}"), run):
             return ""
@@ -140,6 +141,7 @@ class CheckpointDir:
         self.remote.discard(newest.path.name)
         paths = {name: newest.path / name for name in (*newest.content.files, STATE)}
         self.remote.send(newest.path.name, paths)
+        self.remote.push()  # else `pull` would replace them by those of an earlier upload
         return f"Uploaded {newest.place}, which was only on this machine."
 
     def local(self, place: str | Path) -> Path:

@@ -164,6 +164,8 @@ def test_a_run_travels_without_the_file(state: dict[str, torch.Tensor], toy: Toy
     path.rename(tmp_path / "elsewhere.pth")
     pixels, _ = toy_arrays(3, seed=5, side=32)
     assert load_run(tmp_path / "run").predict(list(pixels)) == result.predict(list(pixels))
+    for judged in (load_run(tmp_path / "run").evaluate(), again.evaluate(tmp_path / "run")):
+        assert judged == pytest.approx(result.metrics)
     with pytest.raises(PlanError, match="are not a file"):
         again.fit(epochs=1, progress=False)
     with weights_omitted():

@@ -11,6 +11,7 @@ from drivetrain import CheckpointError, DataError, Pipeline, PlanError
 from drivetrain.common.storage.cache import Mirror
 from drivetrain.common.storage.stream import mirror_at
 from drivetrain.loaders import FFCVLoader, convert
+from drivetrain.pipeline import load_run
 from drivetrain.pipeline.runs.preflight import digest
 from drivetrain.pipeline.training.build import source_files
 from pipeline_data import Toy, numbers
@@ -73,6 +74,18 @@ def test_a_mix_in_a_recipe_and_on_the_command_line(toy: Toy, parts: str, tmp_pat
         assert message in call("train", str(recipe), wrong).err
 
 
+def test_evaluation_on_several_files(toy: Toy, parts: str, tmp_path: Path) -> None:
+    """Also on a part of the files that are trained on, and of a run that is loaded."""
+    whole = toy.named()
+    _, options = whole.data.arguments()
+    expected = whole.load(toy.val, toy.train, **options).fit(epochs=1, progress=False)
+    several = whole.load(toy.val, parts, **options).fit(epochs=1, progress=False)
+    assert numbers(several) == numbers(expected)
+    assert several.evaluate() == pytest.approx(several.metrics)
+    result = whole.load(parts, val_split=0.25, **options).fit(epochs=1, out=tmp_path, progress=False)
+    assert load_run(tmp_path).evaluate() == pytest.approx(result.metrics)
+
+
 def test_evaluation_is_not_a_mix(toy: Toy) -> None:
     with pytest.raises(PlanError, match="val, not a dict"):
         toy.pipeline().load(toy.train, {toy.train: 1.0}, batch_size=8, image_size=16)  # type: ignore[arg-type]
@@ -120,6 +133,32 @@ def test_it_trains_as_on_local_files(toy: Toy, tmp_path: Path) -> None:
         source = Path(str(source_files(remote.data, train)))
         assert digest(source) == f"{source.stat().st_size:,} bytes, {Mirror(source).version}"
         assert remote.evaluate(out) == pytest.approx(local.evaluate(out))
+
+
+class Notes:
+    """A logger that keeps the hyperparameters."""
+
+    def __init__(self) -> None:
+        self.params: dict[str, object] = {}
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        """Keep nothing."""
+
+    def log_params(self, values: dict[str, object]) -> None:
+        self.params = values
+
+
+def test_loggers_and_results_name_the_address(toy: Toy, tmp_path: Path) -> None:
+    """Not the local copy."""
+    base, notes = toy.named(), Notes()
+    _, options = base.data.arguments()
+    with serving(Path(toy.train).parent) as server:
+        train, val = (server.address(Path(file).name) for file in (toy.train, str(toy.val)))
+        remote = base.load(train, val, **options, cache=str(tmp_path / "cache"))
+        result = remote.fit(epochs=1, out=tmp_path / "run", logger=notes, progress=False)
+        assert (notes.params["train"], notes.params["val"]) == (train, val)
+        assert Pipeline.compare(tmp_path / "run", result).differences == {}
+        assert result.errors().source == val
 
 
 def test_a_recipe_and_the_command_line(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,11 @@ import torch.distributed as dist
 from cluster_jobs import Case, compare_before_training
 from drivetrain import EarlyStopping, Pipeline, PlanError, Regression, StrategyError, strategies
 from drivetrain.pipeline import Checkpoints
+from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.runs import run
+from drivetrain.pipeline.runs.artifacts import FitJob
 from drivetrain.pipeline.runs.checkpoints.fingerprint import fingerprint
+from drivetrain.pipeline.runs.preflight import facts
 from drivetrain.transforms import LabelSmoothing, MixUp
 from pipeline_data import Toy, batch_norm_model, write_toy
 
@@ -99,6 +102,14 @@ def test_both_ranks_name_what_differs(toy: Toy, tmp_path: Path) -> None:
         guilty = "rank 0 (" if "without its" in name else "rank 1 ("
         assert guilty in first[name].lower() or not words, (name, first[name])
     assert list(shared.iterdir()) == []
+
+
+def test_a_copy_of_the_data_elsewhere_with_a_model_that_no_recipe_names(toy: Toy, tmp_path: Path) -> None:
+    base, same = toy.pipeline(batch_norm_model()), tmp_path / "same.beton"
+    same.write_bytes(Path(toy.train).read_bytes())
+    other = base.replace(data=dataclasses.replace(base.data, train=str(same)))
+    first, second = (facts(resolve(each), FitJob(epochs=1)) for each in (base, other))
+    assert first == second
 
 
 def rest(pipeline: Any) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Results at an address: those of a folder, complete or absent, and taken up by a machine that has nothing."""
 
+import csv
 import json
 import os
 import re
@@ -11,7 +12,7 @@ from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
@@ -427,6 +428,24 @@ def test_what_is_kept_of_a_new_run_is_uploaded_although_the_one_before_was_longe
     assert (resumed.history.facts["resumed"][0]["step"], numbers(resumed)) == (2, expected)
 
 
+def test_lines_of_a_run_whose_upload_failed_are_kept(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine that has them continues the run."""
+
+    def gone(*_: Any) -> None:
+        raise CheckpointError("The store is gone.")
+
+    out, logged = f"file://{tmp_path}/store", dict[str, Any](logger="csv", log_every=1, progress=False)
+    with monkeypatch.context() as patch:
+        leaves = Does(5, lambda: patch.setattr(sources.RemoteFolder, "upload", gone))
+        with pytest.raises(CheckpointError, match=r"The store is gone.*kept in"):
+            toy.pipeline().fit(epochs=2, out=out, checkpoints=EVERY_2, callbacks=[leaves], **logged)
+    resumed = toy.pipeline().fit(epochs=2, out=out, resume="auto", **logged)
+    assert resumed.history.facts["resumed"][0]["step"] == 6
+    with (tmp_path / "store/metrics.csv").open() as file:
+        steps = [line["step"] for line in csv.DictReader(file)]
+    assert steps == ["1", "2", "3", "4", "4", "5", "6", "7", "8", "8"]
+
+
 def test_a_checkpoint_that_cannot_be_fetched_is_not_passed_over(
     toy: Toy, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -454,3 +473,20 @@ def test_a_checkpoint_that_cannot_be_fetched_is_not_passed_over(
     assert sorted((tmp_path / "store/checkpoints").rglob("*")) == before
     resumed = toy.pipeline().fit(epochs=2, out=out, progress=False, resume="auto")
     assert (resumed.history.facts["resumed"][0]["step"], numbers(resumed)) == (4, expected)
+
+
+def test_the_log_is_uploaded_with_each_checkpoint(toy: Toy, tmp_path: Path) -> None:
+    """Another machine may resume from it, within the epoch."""
+    log, found = tmp_path / "store/metrics.csv", list[str]()
+
+    def wait() -> None:
+        deadline = monotonic() + 5
+        while not (log.exists() and "\n1," in log.read_text()) and monotonic() < deadline:
+            sleep(0.01)
+        found.append(log.read_text() if log.exists() else "")
+
+    toy.pipeline().fit(
+        epochs=1, out=f"file://{tmp_path}/store", progress=False, logger="csv", log_every=1,
+        checkpoints=Checkpoints(every_steps=1), callbacks=[Does(3, wait)],
+    )  # fmt: skip
+    assert "\n1," in found[0]

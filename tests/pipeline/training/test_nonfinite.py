@@ -258,6 +258,27 @@ def test_a_training_with_clip_norm_finds_its_loss_scale(toy: Toy, tmp_path: Path
     assert Checkpoint(newest).content.optimizer.loss_scale["scale"] == 65536 / 2 ** sum(found)
 
 
+class FiniteGradients(Callback):
+    """Notes of each step which gradients that it sees are finite."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[bool]] = []
+
+    def needs_gradients(self, step: int) -> bool:  # noqa: ARG002
+        return True
+
+    def on_step_end(self, view: RunView) -> None:
+        self.seen.append([bool(gradient.isfinite().all()) for _, gradient in view.named_gradients()])
+
+
+def test_callbacks_see_no_gradients_of_a_step_that_overflowed(toy: Toy) -> None:
+    callback = FiniteGradients()
+    without = sum(skipped(fit(loud(toy), callbacks=[callback])))
+    assert 0 < without < 3 * STEPS
+    assert callback.seen.count([]) == without
+    assert all(all(flags) for flags in callback.seen)
+
+
 def test_a_scale_that_grows_too_far_again_and_again() -> None:
     """It doubles after each step that is taken, so that every few are skipped; the norm is never infinite."""
     engine = engine_of(Loud, precision="fp16", clip_norm=1.0, lr=1e-4)
