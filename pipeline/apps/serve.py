@@ -22,6 +22,7 @@ from ...common.errors import CheckpointError, DataError, PlanError, require
 from ...common.signals import handled
 from ...common.storage.json_files import finite
 from ...strategies.devices import pick_device
+from ..runs.checkpoints.remote import run_name
 from ..runs.prediction import listed, predicted
 from ..runs.predictions import UNSEEN, mask_of
 from ..runs.result import FitResult, load_run
@@ -97,7 +98,7 @@ def serve_app(
         check_number(name, value, PlanError, "[1, inf)")
     check_number("timeout", timeout, PlanError, "(0, inf)")
     result = run if isinstance(run, FitResult) else load_run(run, trust_code=trust_code)
-    model = _Model(result, "model" if result is run else Path(str(run)).name or str(run), device, max_pixels)
+    model = _Model(result, "model" if result is run else run_name(str(run)), device, max_pixels)
     pool = ThreadPoolExecutor(1, "drivetrain-serve")
     slots = threading.BoundedSemaphore(int(max_in_flight))
     page = PAGE.replace("{name}", html.escape(model.name))

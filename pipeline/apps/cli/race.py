@@ -97,6 +97,8 @@ def _recipe_of(words: Sequence[str], recipe: str, overrides: Sequence[str]) -> t
     """Return the recipe and the values of a variant: its own ones replace the command's, which other recipes lack."""
     if not words:
         raise PlanError("--against is empty. Pass plain, or values such as batch_size=256, or a recipe.")
+    if seeds := [word for word in words if word.startswith("seed=")]:
+        raise PlanError(f"--against: all variants are trained from the same seeds. Pass {seeds[0]} next to the recipe.")
     if "=" not in words[0]:
         return words[0], words[1:]
     keys = {pair.partition("=")[0] for pair in words}

@@ -120,8 +120,11 @@ def export(
         raise CheckpointError(f"names={names!r} (--names) are of safetensors. Leave them out for {kind}.")
     if model is not None and names != "plain":
         raise CheckpointError(f"names={names!r} (--names) takes no model. Remove model= (--model).")
-    if data is not None and kind == "safetensors":
-        raise CheckpointError("data= (--data) compares a program with the model. Leave it out for safetensors.")
+    for option, given in (("data", data is not None), ("tolerance", tolerance != TOLERANCE)):
+        if given and kind == "safetensors":
+            raise CheckpointError(
+                f"{option}= (--{option}) compares a program with the model. Leave it out for safetensors."
+            )
     card = out.parent / CARD
     check_card(card)
     checkpoint = chosen(place, best=best)

@@ -96,6 +96,12 @@ def address(run: Path) -> Iterator[str]:
         yield found
 
 
+def test_the_run_of_the_working_directory_has_its_name(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run)
+    with serving(serve_app(".")) as address:
+        assert json.loads(fetch(f"{address}/health")[2])["run"] == run.name
+
+
 def without_name(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name != "image"}
 

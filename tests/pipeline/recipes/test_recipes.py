@@ -183,9 +183,11 @@ def test_what_was_measured_is_in_the_repository() -> None:
             assert "benchmarks/results/cifar10-fast.json" in measured
             continue
         if files := re.findall(r"\b(race-[\w-]+\.json)", measured):
-            runs = [run for file in files for run in json.loads((results / file).read_text())["runs"]]
-            ends = [run["points"][-1] for run in runs if run["variant"] == name]
-            assert all(len(run["points"]) == recipe["epochs"] for run in runs if run["variant"] == name)
+            found = [json.loads((results / file).read_text()) for file in files]
+            assert {each["facts"][f"{name}: epochs"] for each in found} == {recipe["epochs"]}
+            runs = [run for each in found for run in each["runs"] if run["variant"] == name]
+            assert not any(run["stopped"] or run["failed"] for run in runs)
+            ends = [run["points"][-1] for run in runs]
             minutes = sorted(end[0] / 60 for end in ends)
             accuracy, seeds, times = f"{100 * np.mean([end[2] for end in ends]):.2f} %", "one seed", f"{minutes[0]:.1f}"
             if len(ends) > 1:

@@ -94,7 +94,8 @@ def test_the_command(run: Ran, toy: Toy, tmp_path: Path, monkeypatch: pytest.Mon
         (("own.pt2", "--format", "torchscript"), "Did you mean 'torch-export'?"),
         (("own.pt2", "--names", "trained"), "are of safetensors"),
         (("own.safetensors", "--names", "plan"), "names='plan' (--names) is not known. Pass plain or trained"),
-        (("own.safetensors", "--data", toy.val), "compares a program"),
+        (("own.safetensors", "--data", toy.val), "data= (--data) compares a program"),
+        (("own.safetensors", "--tolerance", "0.1"), "tolerance= (--tolerance) compares a program"),
         (("own.pt2", "--tolerance", "0"), "tolerance=0.0 must be a finite number in (0, 1]"),
         (("own.pt2", "--data", "nothing.beton"), "nothing.beton does not exist"),
     ):

@@ -330,7 +330,13 @@ def test_the_command_races_a_recipe_against_others(toy: Toy, tmp_path: Path, mon
     assert done(*command, "--against", against) == printed  # nothing is trained again
     assert json.loads((out / "race.json").read_text())["rows"][0]["runs"] == 1
     assert (out / "race.png").exists()
-    for text, message in (("", "--against is empty"), ("no-recipe", "no-recipe"), ("lr=", "lr")):
+    refused = {
+        "": "--against is empty",
+        "no-recipe": "no-recipe",
+        "lr=": "lr",
+        "batch_size=8 seed=7": "Pass seed=7 next",
+    }
+    for text, message in refused.items():
         end = call(*command, "--against", text)
         assert end.code == 1
         assert message in end.err
