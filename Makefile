@@ -135,7 +135,7 @@ records-imagenette: $(PHOTOGRAPHS)/train.beton $(PHOTOGRAPHS)/val.beton
 	    --against imagenette-plain --out $(PHOTOGRAPHS)
 	$(RACE) imagenette-5 seed=2 --train $(PHOTOGRAPHS)/train.beton --val $(PHOTOGRAPHS)/val.beton --target 0.8577 \
 	    --seeds 3 --against none --out $(PHOTOGRAPHS)-seeds
-	$(RACE) imagenette-20 eval_every=5 --train $(PHOTOGRAPHS)/train.beton --val $(PHOTOGRAPHS)/val.beton \
+	$(RACE) imagenette-20 eval_every=2 --train $(PHOTOGRAPHS)/train.beton --val $(PHOTOGRAPHS)/val.beton \
 	    --target 0.9157 --seeds 3 --against none --out $(PHOTOGRAPHS)-20
 	$(RACE) imagenette-fast seed=2 --train $(PHOTOGRAPHS)/train.beton --val $(PHOTOGRAPHS)/val.beton --target 0.78 \
 	    --seeds 2 --against imagenette-plain --out $(PHOTOGRAPHS)-fast

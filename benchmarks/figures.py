@@ -502,6 +502,8 @@ COMPUTED: dict[str, Callable[[], float]] = {
     "imagenette-5, times as fast": lambda: mean(raced("imagenette-5")[0].times_as_fast),
     "imagenette-5, minutes of three epochs": lambda: after("imagenette-5", 2)[0],
     "imagenette-5, accuracy after three epochs": lambda: after("imagenette-5", 2)[1],
+    "imagenette-20, minutes": lambda: after("imagenette-20", recipe="imagenette-20")[0],
+    "imagenette-20, accuracy": lambda: after("imagenette-20", recipe="imagenette-20")[1],
     "imagenette-fast, minutes": lambda: after("imagenette-fast", recipe="imagenette-fast")[0],
     "imagenette-fast, accuracy": lambda: after("imagenette-fast", recipe="imagenette-fast")[1],
     "imagenette-plain, minutes next to it": lambda: after("imagenette-plain", recipe="imagenette-fast")[0],
