@@ -79,8 +79,8 @@ class ReadOptions(Config):
     """Batches that the loader prepares while one is in use. More even out samples that take long; each takes the memory
     of a batch. 3 is FFCV's."""
     cache: Annotated[PathText | Path | None, IN_WORDS] = None
-    """Folder of the local copies of files at an address; None: remote in $DRIVETRAIN_DATA, else in ~/.cache/drivetrain.
-    The ranks of a machine, and later jobs, share a copy."""
+    """Folder of the local copies of files at an address; None: remote in $DRIVETRAIN_DATA, else in
+    $XDG_CACHE_HOME/drivetrain, by default ~/.cache/drivetrain. The ranks of a machine, and later jobs, share a copy."""
     cache_limit: Annotated[float | None, Within("(0, 1e9]", ", in GB"), IN_WORDS] = None
     """GB that these copies may take on disk; None: no limit. Copies that nobody uses are removed, the least recently
     used first."""

@@ -96,7 +96,8 @@ def files_of(source: Source) -> Files:
 
 
 def expand(pattern: str) -> tuple[str, ...]:
-    """Return the names of a pattern, in order, as in bash: `{000..127}` counts with leading zeros, `{a,b}` lists."""
+    """Return the names of a pattern, in order, as in bash: `{000..127}` counts with leading zeros, `{a,b}` lists.
+    All numbers have the digits of the first, at least: `{00..127}` ends with 127, where bash begins with 000."""
     found = tuple(itertools.islice(_expanded(pattern), _MOST + 1))
     if len(found) > _MOST:
         raise DataError(f"{pattern} stands for more than {_MOST:,} files. Use fewer, larger ones.")

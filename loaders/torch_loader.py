@@ -128,7 +128,7 @@ class TorchLoader(EpochLoader):
                 raise batch
             images, labels = batch
             images = tuple(images) if isinstance(images, list) else images
-            labels = labels.float() if self._has_vectors or labels.is_floating_point() else labels
+            labels = _as_ours(labels, vectors=self._has_vectors)
             yield images, labels, *(self._value(share % self.samples, name) for name in self.settings.fields)
 
     def _started(self, loader: DataLoader[Any]) -> Iterator[Any]:
@@ -172,6 +172,14 @@ class TorchLoader(EpochLoader):
         iterator = getattr(loader, "_iterator", None)
         if iterator is not None:  # otherwise they would live as long as any reference to it
             _end_workers(iterator)
+
+
+def _as_ours(labels: torch.Tensor, *, vectors: bool) -> torch.Tensor:
+    """Return labels in the types of `FFCVLoader`'s, whatever a data set returns: numbers and vectors in float32, class
+    indices in int64, masks as they are."""
+    if vectors or labels.ndim == 2 or labels.is_floating_point():
+        return labels.float()
+    return labels.long() if labels.ndim == 1 else labels
 
 
 def _end_workers(iterator: Any) -> None:

@@ -49,6 +49,7 @@ class LocalEngine(Engine):
         self.note, self.skipped = "", False
         self._microbatches = 0  # accumulated since the last step
         self._scaler = LossScale(device.type, enabled=options.precision == "fp16")
+        self._known, self._left_out = -1, list[nn.Parameter]()
 
     @property
     def plain_model(self) -> nn.Module:
@@ -69,7 +70,21 @@ class LocalEngine(Engine):
         share = loss if self.accumulate == 1 else loss / self.accumulate
         self._scaler.scale(share).backward()  # type: ignore[no-untyped-call]
         if last_microbatch:  # here, so that code that inspects the gradients sees unscaled ones
+            self._drop_left_out()
             self._unscale()
+
+    def _drop_left_out(self) -> None:
+        """Drop the gradients of parameters that the optimizer does not have, and thus does not zero: they would add up,
+        also in norms. It may get them later, as in gradual unfreezing."""
+        groups = self.optimizer.param_groups
+        known = sum(len(group["params"]) for group in groups)
+        if known != self._known:
+            own = {parameter for group in groups for parameter in group["params"]}
+            others = [parameter for parameter in self.model.parameters() if parameter not in own]
+            # DeepSpeed's groups have other tensors than the model.
+            self._known, self._left_out = known, others if not own.isdisjoint(self.model.parameters()) else []
+        for parameter in self._left_out:
+            parameter.grad = None
 
     def _count(self, last_microbatch: bool) -> None:
         number = self._microbatches + 1

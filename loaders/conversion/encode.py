@@ -247,4 +247,5 @@ def _store(image: Image.Image, treatment: str, encoding: Encoding, number: int, 
     buffer = io.BytesIO()
     # Without the comment of the file, which may be too long for a JPEG.
     image.save(buffer, "JPEG", quality=encoding.quality, comment=b"")
+    treatment = "compressed as JPEG" if treatment == "stored" else treatment
     return Encoded(MODE_JPEG, *size, buffer.getvalue(), treatment, upright)

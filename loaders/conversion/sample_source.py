@@ -1,8 +1,10 @@
 """What can be converted: folders of images, tar shards, indexable data sets and arrays, behind one interface."""
 
+import copy
 import glob
 import io
 import json
+import sys
 import tarfile
 import threading
 from array import array
@@ -146,7 +148,14 @@ class DatasetSource(SampleSource):
         return image, sample["label"], *(sample[name] for name in self._fields)
 
     def _undecoded(self, dataset: Any) -> Any:
-        """Make a Hugging Face data set return each image's stored file, so that JPEGs are copied unchanged."""
+        """Make a Hugging Face data set, or torchvision's ImageFolder, return each image's file as it is stored, so that
+        JPEGs are copied unchanged."""
+        folders = sys.modules.get("torchvision.datasets.folder")  # which who has such a data set has imported
+        if folders is not None and type(dataset).__getitem__ is folders.DatasetFolder.__getitem__:
+            if dataset.transform is None and dataset.loader in (folders.default_loader, folders.pil_loader):
+                dataset = copy.copy(dataset)
+                dataset.loader = _stored_at
+            return dataset
         if not hasattr(dataset, "cast_column") or getattr(dataset, "format", {}).get("type") is not None:
             return dataset  # another one, or one whose samples the user's own transform or format defines
         for name in ("image", "img"):
@@ -155,6 +164,11 @@ class DatasetSource(SampleSource):
             if getattr(feature, "decode", False) and getattr(feature, "mode", None) in (None, "RGB"):
                 return dataset.cast_column(name, type(feature)(decode=False))
         return dataset
+
+
+def _stored_at(path: str) -> dict[str, Any]:
+    """Return an image of a Hugging Face data set that is a file."""
+    return {"bytes": None, "path": path}
 
 
 def class_names(dataset: Any, feature: Any = None) -> list[str]:
@@ -211,6 +225,7 @@ class TarSource:
     def __init__(self, source: Any, fields: Sequence[str] = ()) -> None:
         self._shards = expand_shards(source)
         self._fields = [name.removeprefix(".").lower() for name in fields]
+        images = sorted(_IMAGE_MEMBERS, key=self._fields.__contains__)  # a further field only if there is no other
         labels = [end for end in _LABEL_MEMBERS if end != "mask.png" or end not in self._fields]
         self._starts, self._keys = array("q"), list[str]()
         self._kinds = bytearray()  # per sample: which label extension it has
@@ -219,7 +234,7 @@ class TarSource:
         for shard in self._shards:
             self._starts.append(len(self._keys))
             for key, members in _index(shard).items():
-                image = next((end for end in _IMAGE_MEMBERS if end in members), None)
+                image = next((end for end in images if end in members), None)
                 label = next((end for end in labels if end in members), None)
                 self._keys.append(key)
                 self._kinds.append(_LABEL_MEMBERS.index(label) if label else 0)

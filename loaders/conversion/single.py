@@ -136,9 +136,11 @@ def convert_here(
     if len(outs) > len(samples):
         raise DataError(f"{out} stands for {len(outs)} files, but there are only {len(samples)} samples.")
     stored = first_fields(samples, choices.fields, choices.on_error, encoding)
-    masks = stored[1].kind == STORED_AS["mask"]  # then a data set's own names may be those of something else
+    masks = stored[1].kind == STORED_AS["mask"]
     floats = stored[1].kind == "float"
-    names = list(choices.classes or (() if masks or floats else samples.classes))
+    unequal = stored[1].kind == "ndarray" and len(samples.classes) != stored[1].shape[0]
+    # A data set's own names may be those of something else than masks, targets, or vectors of other lengths.
+    names = list(choices.classes or (() if masks or floats or unequal else samples.classes))
     if choices.classes and floats:
         raise DataError(
             f"classes={names!r:.80} names class indices, but the labels are floats, which are targets. Make the labels "
@@ -153,7 +155,9 @@ def convert_here(
     targets |= {name: kind for name, kind in choices.fields.items() if kind in MOVING}
     if choices.mask_map and "mask" not in targets.values():
         raise DataError("mask_map replaces values of masks (--map, --ignore), and this data has none. Leave it out.")
-    conversion = Conversion(samples, encoding, stored, choices.on_error, targets, len(names), choices.mask_map)
+    conversion = Conversion(
+        samples, encoding, stored, choices.on_error, targets, len(names), choices.mask_map, bool(choices.classes)
+    )
     named = origin["shard"] if origin else source
     about = {
         "classes": names,
@@ -166,7 +170,7 @@ def convert_here(
     with closing(encoded_samples(conversion, threads, progress)) as encoded:
         written = write_betons(outs, encoded, len(samples), conversion.fields, about)
     return ConvertReport(
-        path=Path(out), samples=written.samples, classes=names, fields=written.fields | targets,
+        path=Path(out), samples=written.samples, classes=written.classes, fields=written.fields | targets,
         treatments=dict(written.treatments.most_common()), modes=dict(written.modes),
         skipped=[(sample.name, sample.reason) for sample in written.skipped],
         size=written.size, seconds=perf_counter() - start, ignored=list(getattr(samples, "ignored", ())),
@@ -197,6 +201,7 @@ class Conversion:
     targets: Mapping[str, str] = field(default_factory=dict)  # name to kind of those that move with the image
     classes: int = 0  # number of classes that labels which are masks may have; 0: any
     mask_map: Mapping[int, int] = field(default_factory=dict)  # values of masks to replace
+    named: bool = False  # whether the caller has named the classes
 
 
 def first_fields(
@@ -250,7 +255,7 @@ def _encode(conversion: Conversion, index: int) -> Sample | Skipped:
                 data, colors[own.name] = store_target(own.name, kind, value, encoded, classes, conversion.mask_map)
                 stored.append(data)
             else:
-                stored.append(store_label(own, value) if is_label else store_value(own, value))
+                stored.append(_label(conversion, own, value) if is_label else store_value(own, value))
         return Sample(encoded, tuple(stored), colors)
 
     try:
@@ -263,6 +268,14 @@ def _encode(conversion: Conversion, index: int) -> Sample | Skipped:
         if conversion.on_error == "skip":
             return Skipped(conversion.source.describe(index), _reason(error))
         raise _failed(conversion.source, index, error, encode) from _cause(error)
+
+
+def _label(conversion: Conversion, own: Field, value: Any) -> Stored:
+    """Return a label as stored. Whether labels are targets shows only with the first that is one."""
+    stored = store_label(own, value)
+    if conversion.named and own.kind == "int" and isinstance(stored, float):
+        raise DataError(f"its label is {stored}, a target, but classes= (--classes) names class indices")
+    return stored
 
 
 def _failed(source: SampleSource, index: int, error: Exception, again: Callable[[int], object]) -> DataError:

@@ -149,7 +149,7 @@ def store_value(field: Field, value: Any) -> Stored:
 
 
 def _store_number(field: Field, value: Any) -> int | float:
-    value = value.item() if isinstance(value, torch.Tensor | np.ndarray) else value
+    value = value.item() if isinstance(value, torch.Tensor | np.ndarray | np.generic) else value
     if field.kind == "float":
         if not isinstance(value, Real):
             raise _Mismatch("it is not a number")

@@ -54,6 +54,7 @@ class Skipped:
 @dataclass
 class Written:
     samples: int = 0
+    classes: list[str] = field(default_factory=list)
     fields: dict[str, str] = field(default_factory=dict)
     treatments: Counter[str] = field(default_factory=Counter)
     modes: Counter[str] = field(default_factory=Counter)
@@ -187,7 +188,8 @@ def write_betons(
                     "files of one data set have labels of one kind. Make the first label a float, or write one file."
                 )
             fields = columns.fields
-            columns.check_classes(len(about["classes"]), written.samples)
+            written.classes = [] if columns.fields[1].kind == "float" else about["classes"]  # of indices
+            columns.check_classes(len(written.classes), written.samples)
             tables, digest, blocks = _write_tables(file, columns, pages)
             # With the seal before, so that files of different conversions are never read as one data set.
             shard = {"number": number, "of": len(outs), "follows": follows}
@@ -198,6 +200,7 @@ def write_betons(
                 "page_size": pages.size,
                 "stored": dict(part.treatments.most_common()),
                 **about,
+                "classes": written.classes,
                 **({"colors": colors} if (colors := _listed(part.colors)) else {}),
                 **({"shard": shard} if len(outs) > 1 else {}),
                 "tables_crc32": tables,

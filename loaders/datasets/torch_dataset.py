@@ -24,7 +24,7 @@ from ..beton.targets import NOT_COUNTED
 from ..conversion.folders import FolderSource
 from ..decode.augmentation import fitted
 from ..decode.moving import Masks
-from ..decode.pictures import decoded, rgb_of, to_rgb
+from ..decode.pictures import decoded, pixels_of, rgb_of, to_rgb
 from ..decode.policies import torchvision_policy
 from ..decode.preprocess import Evaluation
 from ..options import LoaderOptions, fill_color, odd_size, too_small
@@ -146,8 +146,9 @@ def _transform(settings: LoaderOptions, depth: int) -> Any:
     fill: tuple[float, ...] = fill_color(settings.mean, depth)
     if depth == 16:  # tensors of floats from 0 to 1
         fill = tuple(level / 0xFFFF for level in fill)
-    read = _pillow_to_rgb if (len(settings.mean), depth) == RGB else _pixels_to_tensor
-    steps = [_on_image(read), *_crop(settings, fill)]
+    kind = len(settings.mean), depth
+    read = _on_image(_pillow_to_rgb) if kind == RGB else _on_image(_pixels_to_tensor, mode_of(*kind))
+    steps = [read, *_crop(settings, fill)]
     if depth == 16:  # as those of bytes are: bicubic weights are partly negative
         steps.append(_on_image(partial(torch.clamp, min=0, max=1)))
     if settings.flip is True:  # the loader, which knows the epoch, does alternating flips
@@ -198,8 +199,20 @@ def _pillow_to_rgb(image: Any) -> Any:
     return rgb_of(image) if isinstance(image, Image.Image) else image
 
 
-def _pixels_to_tensor(image: Any) -> Any:
-    """Make tensors `(C, H, W)` of arrays: uint8, or of 16 bits float32 from 0 to 1. PIL images pass through."""
+def _pillow_of_mode(mode: str, image: Image.Image) -> Any:
+    """Return an upright image of the mode, as evaluation has it."""
+    if image.mode == mode and not image.info and type(image) is Image.Image:
+        return image
+    try:
+        return Image.fromarray(pixels_of(image, mode)[0])
+    except DataError as error:  # in which the loader does not look for the sample's name
+        raise ValueError(str(error)) from error
+
+
+def _pixels_to_tensor(mode: str, image: Any) -> Any:
+    """Make tensors `(C, H, W)` of arrays: uint8, or of 16 bits float32 from 0 to 1. PIL images get this mode."""
+    if isinstance(image, Image.Image):
+        image = _pillow_of_mode(mode, image)
     if not isinstance(image, np.ndarray):
         return image
     planes = image[None] if image.ndim == 2 else np.moveaxis(image, -1, 0)

@@ -247,6 +247,8 @@ class Callback:
     """Whether it changes no training: runs that are measured (`race`, `tune`, `ledger(accuracy=True)`), which have no
     loggers and no place for its files, leave it out."""
 
+    _recipe_entry: Mapping[str, Any] | None = None  # `{name, …options}`, if it was given by its name
+
     def check(self, run: RunOptions) -> None:
         """Raise `PlanError` if this callback cannot work in such a run; called before any work."""
 

@@ -148,7 +148,8 @@ class DataConfig(ReadOptions, SampleOptions):
         if made.splits and named is not None and not made.held_out:
             option = "val_split" if made.val_split is not None else "folds"
             raise PlanError(
-                f"val={named!r} and {option}={getattr(made, option)} are both data to evaluate on. Leave one out."
+                f"val={named!r} and {option}={getattr(made, option)} are both data to evaluate on. Leave one out; "
+                f"of a recipe, set val or {option} to null: val=null, or {option}=null."
             )
         return made
 

@@ -7,7 +7,7 @@ and accumulates gradients; each rank gets its share of every batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -98,7 +98,7 @@ def hand_over(spec: PipelineSpec, epochs: int | None, given: dict[str, Any]) -> 
             f"optimize({label(plan.optimization.optimizer)!r}) needs Drivetrain's loop, which evaluates its averages. "
             "Train with fit(), or use another optimizer."
         )
-    arguments, of_fit = trainer_arguments(distribution, given), _of_training(spec)
+    arguments, of_fit = trainer_arguments(distribution, given), _of_training(spec, given)
     callbacks = [*of_fit.callbacks, *_several(arguments.get("callbacks"))]
     if callbacks:
         arguments["callbacks"] = translated(callbacks, run_options(plan, logs=False))
@@ -350,8 +350,11 @@ class LitDataModule(pl.LightningDataModule):
             self._loaders.pop().close()
 
     def on_exception(self, exception: BaseException) -> None:  # noqa: ARG002
-        """Lightning does not call `teardown` after an exception."""
+        """Lightning calls neither `teardown` nor the module's `on_fit_end` after an exception."""
         self.teardown("fit")
+        module = None if self.trainer is None else self.trainer.lightning_module
+        if isinstance(module, LitModule):
+            module.on_fit_end()  # else torch's random state and settings would stay those of the run
 
 
 class Microbatches:
@@ -468,9 +471,15 @@ def _kind(strategy: Strategy) -> str:
     return "ddp_find_unused_parameters" if isinstance(strategy, ParallelStrategy) else "single"
 
 
-def _of_training(spec: PipelineSpec) -> FitConfig:
-    """Return the recipe's options of `fit` that Lightning's loop has a place for; raise if it would train otherwise."""
+def _of_training(spec: PipelineSpec, trainer: Mapping[str, Any]) -> FitConfig:
+    """Return the recipe's options of `fit` that Lightning's loop has a place for; raise if it would train or evaluate
+    otherwise. `trainer`: the arguments of the Trainer that are given."""
     given = spec.fit_defaults()
+    if given.get("eval_every_steps") is not None and "val_check_interval" not in trainer:
+        raise PlanError(
+            f"eval_every_steps={given['eval_every_steps']} of the recipe needs Drivetrain's loop: Lightning evaluates "
+            "by microbatches, not steps. Pass to_lightning(val_check_interval=…), which replaces it, or remove it."
+        )
     if given.get("on_nonfinite") == "skip":
         raise PlanError(
             "on_nonfinite='skip' of the recipe needs Drivetrain's loop: Lightning's does not skip steps. Train with "

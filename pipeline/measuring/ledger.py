@@ -72,6 +72,22 @@ def measure(
     check_measurable(seconds)
     if not is_number(within, "(0, 1)"):
         raise PlanError(f"within={within!r} must be between 0 and 1: 0.02 means intervals of ± 2 %.")
+    plan, epochs = checked(spec, accuracy=accuracy, epochs=epochs, target=target, other_loader=other_loader)
+    plan = resolve_data(plan, progress)
+    others = [] if other_loader is None else with_loader(plan, other_loader)
+    for variant in others:
+        _ = variant.plan  # raises if that loader cannot load the data
+    ledger = _measured(plan, others, Budget(seconds, perf_counter(), progress, "ledger"), within)
+    if accuracy and epochs is not None:
+        return _train_each(ledger, plan, others, epochs, target, progress)
+    return ledger
+
+
+def checked(
+    spec: PipelineSpec, *, accuracy: bool = False, epochs: int | None = None, target: float | None = None,
+    other_loader: str | None = None,
+) -> tuple[ResolvedPlan, int | None]:  # fmt: skip
+    """Return the plan, and the epochs of the training runs; PlanError for options that it, or each other, excludes."""
     if accuracy and epochs is not None:
         spec = spec.replace(epochs=epochs)
     plan = resolve(spec)
@@ -86,14 +102,7 @@ def measure(
         raise PlanError(
             f"other_loader={other_loader!r} must be a loader other than the pipeline's, {plan.data.loader!r}: {known}."
         )
-    plan = resolve_data(plan, progress)
-    others = [] if other_loader is None else with_loader(plan, other_loader)
-    for variant in others:
-        _ = variant.plan  # raises if that loader cannot load the data
-    ledger = _measured(plan, others, Budget(seconds, perf_counter(), progress, "ledger"), within)
-    if accuracy and epochs is not None:
-        return _train_each(ledger, plan, others, epochs, target, progress)
-    return ledger
+    return plan, epochs
 
 
 def _measured(plan: ResolvedPlan, others: list[Variant], budget: Budget, within: float) -> Ledger:

@@ -52,7 +52,8 @@ def stages(plan: ResolvedPlan) -> list[Stage]:
     if how.compile:
         compiled = {name: getattr(how, name) for name in _compiled(how)}
         added.append(Stage("compile", lambda spec: with_distribution(spec, **compiled)))
-    if _with_stages_of(how, one) != one:
+    # Neither what "auto" is for one process nor the patience of its collectives is a stage.
+    if _with_stages_of(how, one) != dataclasses.replace(one, devices=how.devices, timeout=how.timeout):
         name = _distribution_name(how)
         added.append(Stage(name, lambda spec: spec.replace(distribution=_with_stages_of(how, spec.distributed))))
     return added

@@ -2,7 +2,7 @@
 
 import re
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -42,14 +42,15 @@ def is_file_name(weights: str | Path) -> bool:
     return isinstance(weights, Path) or Path(weights).suffix in SUFFIXES or Path(weights).exists()
 
 
-def read_weights(path: Path, model: str) -> dict[str, torch.Tensor]:
+def read_weights(path: Path, model: str, own: Collection[str] = ()) -> dict[str, torch.Tensor]:
     """Return the state dict in a file, on the CPU: of safetensors by its suffix, else of `torch.save`. Raise DataError
     if it is damaged, has other objects, or no state dict. `model`, which shall take the weights, is for messages.
 
     Nothing is unpickled but tensors and plain values (`weights_only=True`), and an `argparse.Namespace`, in which
     scripts keep their options: no code runs. As in timm, of a training script's checkpoint the first of
     `state_dict_ema`, `model_ema`, `state_dict`, `model_state_dict` and `model` is taken, so that averages go first; and
-    `module.` and `_orig_mod.`, the prefixes of DistributedDataParallel and `torch.compile`, are removed from names.
+    `module.` and `_orig_mod.`, the prefixes of DistributedDataParallel and `torch.compile`, are removed from names,
+    unless these are among the model's `own`, which may begin so, too.
     """
     if not path.is_file():
         raise DataError(f"The weights {path} of {model} are not a file.")
@@ -70,14 +71,14 @@ def read_weights(path: Path, model: str) -> dict[str, torch.Tensor]:
     odd = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
     if odd:
         raise unusable(path, model, f"its entry {odd[0]!r} is not a tensor, so it is not a state dict")
-    return _unwrapped(dict(state))
+    return _unwrapped(dict(state), set(own))
 
 
-def _unwrapped(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _unwrapped(state: dict[str, torch.Tensor], own: set[str]) -> dict[str, torch.Tensor]:
     for wrapper in _WRAPPERS:
         # Without the counter of torch's AveragedModel.
         plain = {name: value for name, value in state.items() if name != "n_averaged"}
-        if plain and all(str(name).startswith(wrapper) for name in plain):
+        if plain and own.isdisjoint(plain) and all(str(name).startswith(wrapper) for name in plain):
             state = {name.removeprefix(wrapper): value for name, value in plain.items()}
     return state
 

@@ -159,17 +159,15 @@ class RunCallbacks(Observer):
 
     def finish(self) -> States:
         self._view._may_stop = False
-        while self._open and self._failure is None:  # `on_end` calls those after one that failed
+        while self._open and self._failure is None:  # `fail` calls those after one that failed
             self._guarded(self._open.pop(0), "on_fit_end", self._view)
         self._agree()
         if self._group is not None:
             dist.destroy_process_group(self._group)
         return self.states()
 
-    def on_end(self, *, failed: bool) -> None:
+    def fail(self) -> None:
         """Call `on_fit_end` after a failure, without the other ranks; the run's error matters more than theirs."""
-        if not failed:
-            return
         self._view._failed = True
         for one in self._open:
             try:

@@ -34,6 +34,8 @@ def _make_callbacks(given: Sequence[Any]) -> tuple[Callback, ...]:
             raise PlanError(
                 f"callbacks: {one!r:.80} is not a callback, an object of a subclass of drivetrain.Callback.{hint}"
             )
+        if isinstance(one, Mapping):
+            vars(callback)["_recipe_entry"] = {key: plain(value) for key, value in one.items()}
         name = type(callback).__name__
         _check_moments(callback)
         if name in made:
@@ -81,11 +83,9 @@ def _by_name(entry: Mapping[str, Any]) -> object:
         raise PlanError(f"callbacks: {name} cannot be created: {error}.") from error
 
 
-def recorded(config: FitOptions, recipe: FitOptions | None) -> FitOptions | None:
+def recorded(config: FitOptions) -> FitOptions | None:
     """Return the options of a run that its recipe can name; None if they are the defaults. They are without `out`:
-    who trains the recipe again shall not replace the run. A custom callback is named if `recipe` does."""
-    given = () if recipe is None else recipe.callbacks
-    entries = {str(each["name"]).rpartition(":")[2]: each for each in given if isinstance(each, Mapping)}
+    who trains the recipe again shall not replace the run. A custom callback is named if it was given by its name."""
     known, callbacks = known_callbacks(), list[Any]()
     for one in config.callbacks:
         name = type(one).__name__
@@ -96,8 +96,8 @@ def recorded(config: FitOptions, recipe: FitOptions | None) -> FitOptions | None
                 if getattr(one, key) != parameter.default
             }
             callbacks.append({"name": name, **options})
-        elif name in entries:
-            callbacks.append(entries[name])
+        elif (entry := getattr(one, "_recipe_entry", None)) is not None:
+            callbacks.append(entry)
     logger = config.logger
     if not isinstance(logger, str):
         several = logger if isinstance(logger, list | tuple) else ()
@@ -178,7 +178,7 @@ class FitConfig(FitOptions):
         if self.init_from is not None and self.out is not None and _is_inside(self.init_from, self.out):
             raise PlanError(
                 f"init_from={str(self.init_from)!r} is in out={str(self.out)!r}, which the new run would overwrite. "
-                "Pass another out, or resume='auto' to continue the run."
+                "Pass another out; or, to continue the run in it, pass resume='auto' (--resume) without init_from."
             )
 
     def _check_resume(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from ...common.errors import LedgerError
+from ...common.names import imported
 from ...common.storage.addresses import stamp
 from ...loaders.sources import files_of
 from ..describe.pipeline_spec import PipelineSpec
@@ -34,7 +35,10 @@ def fit_options(spec: PipelineSpec) -> dict[str, Any]:
 
 
 def _only_looks(callback: object) -> bool:
-    kind = known_callbacks().get(str(callback.get("name"))) if isinstance(callback, Mapping) else type(callback)
+    kind: Any = type(callback)
+    if isinstance(callback, Mapping):
+        name = str(callback.get("name"))
+        kind = imported("callback", name) if ":" in name else known_callbacks().get(name)
     return bool(getattr(kind, "only_looks", False))
 
 

@@ -36,34 +36,20 @@ from .run import Run
 def fit(spec: PipelineSpec, config: FitConfig, *, show_plan: bool = False, each_rank: bool = True) -> FitResult:
     """Train; see `Pipeline.fit`. With `show_plan`, print the plan once everything is checked and built. Without
     `each_rank`, of ranks that have called this, only rank 0 needs the trained weights."""
-    epochs = spec.epochs if config.epochs is None else config.epochs
-    if epochs is None:
-        raise PlanError("Number of epochs not set. Pass fit(epochs=…), or set epochs=… in the recipe or the command.")
-    spec = spec.replace(epochs=epochs, fit_options=recorded(config, spec.fit_options))
-    plan = resolve(spec)
+    spec, plan, loggers = checked(spec, config)
     folder, progress = config.folder, config.progress
-    if folder is not None:
+    if folder is not None:  # only now, so that invalid options do not create a folder
         folder = folder.absolute()  # a callback may change the working directory
-    pickled = not trains_here(plan)
-    loggers = check_loggers(config.logger, folder, pickled=pickled)
-    if config.callbacks:
-        check_callbacks(config.callbacks, run_options(plan, bool(loggers)), pickled=pickled)
-    _check_needs(plan, config)
-    if config.init_from is not None and config.resume is None:  # else it may be needed no longer
-        check_source(config.init_from)
-    if folder is not None:  # last, so that invalid options do not create a folder
         make_folder(folder)
         if is_address(config.out):
             RemoteRun.create(folder, str(config.out))
-        else:
-            check_recipe(folder)
     if spec.distributed.precision == "auto":
         assert not isinstance(config.resume, bool)  # they are "auto" and None by now
         plan = resolve(spec, precision=kept_precision(config.resume, folder))
     texts, note = descriptions(plan) if folder is not None else ({}, "")
     where = config.out if is_address(config.out) else folder
     job = FitJob(
-        **vars(config) | {"epochs": epochs, "logger": loggers, "out": where}, texts=texts, in_cell=in_cell(),
+        **vars(config) | {"epochs": spec.epochs, "logger": loggers, "out": where}, texts=texts, in_cell=in_cell(),
         plan=f"{Plan(plan.steps)!r}" if show_plan else "", each_rank=each_rank and is_rank(),
     )  # fmt: skip
     with lock_run_dir(folder) if folder is not None and is_main_process() else nullcontext():
@@ -76,6 +62,26 @@ def fit(spec: PipelineSpec, config: FitConfig, *, show_plan: bool = False, each_
     for one in config.callbacks:
         one.on_return()
     return result
+
+
+def checked(spec: PipelineSpec, config: FitConfig) -> tuple[PipelineSpec, ResolvedPlan, tuple[object, ...]]:
+    """Raise for what a training with these options would raise for before it begins. Return the pipeline with them, its
+    plan and its loggers."""
+    epochs = spec.epochs if config.epochs is None else config.epochs
+    if epochs is None:
+        raise PlanError("Number of epochs not set. Pass fit(epochs=…), or set epochs=… in the recipe or the command.")
+    spec = spec.replace(epochs=epochs, fit_options=recorded(config))
+    plan = resolve(spec)
+    pickled = not trains_here(plan)
+    loggers = check_loggers(config.logger, config.folder, pickled=pickled)
+    if config.callbacks:
+        check_callbacks(config.callbacks, run_options(plan, bool(loggers)), pickled=pickled)
+    _check_needs(plan, config)
+    if config.init_from is not None and config.resume is None:  # else it may be needed no longer
+        check_source(config.init_from)
+    if config.folder is not None and not is_address(config.out):
+        check_recipe(config.folder)
+    return spec, plan, loggers
 
 
 def _check_needs(plan: ResolvedPlan, config: FitConfig) -> None:

@@ -204,13 +204,13 @@ def published(folder: Path | None) -> Iterator[None]:
             remote.files.close()  # an error should not wait for a store that does not answer
         try:
             remote.push()
-        except CheckpointError as reason:
+        except (DrivetrainError, OSError) as reason:
             error.add_note(f"Not all results could be uploaded; they are in {folder}. {reason}")
         raise
     try:
         remote.push()
-    except CheckpointError as error:
-        raise CheckpointError(f"{error} The results are kept in {folder}.") from error
+    except (DrivetrainError, OSError) as error:
+        raise CheckpointError(f"{str(error).rstrip('.')}. The results are kept in {folder}.") from error
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -227,18 +227,20 @@ def uploading_from(address: str) -> Iterator[Path]:
         finally:
             try:
                 remote.push()
-            except CheckpointError as error:
+            except (DrivetrainError, OSError) as error:
                 removing.pop_all()
-                raise CheckpointError(f"{error} The results are kept in {folder}.") from error
+                raise CheckpointError(f"{str(error).rstrip('.')}. The results are kept in {folder}.") from error
 
 
 class PublishResults(Observer):
-    """Upload the files of a run in a thread, after each evaluation, epoch and checkpoint; a failure is left to the next
-    time."""
+    """Upload the files of a run in a thread, after each evaluation, epoch and checkpoint, and once more what comes
+    during an upload; a failure is left to the next time."""
 
     def __init__(self, remote: RemoteRun) -> None:
         self._remote = remote
         self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._due = self._uploads = False  # whether an upload is to begin; whether the thread looks for that
 
     def on_evaluation_end(self, state: TrainState, evaluation: Evaluation) -> None:  # noqa: ARG002
         self.begin()
@@ -254,11 +256,19 @@ class PublishResults(Observer):
             self._thread.join(_PATIENCE if failed else None)
 
     def begin(self) -> None:
-        if self._thread is None or not self._thread.is_alive():
-            with interrupts_held():
+        with interrupts_held(), self._lock:
+            self._due = True
+            if not self._uploads:
+                self._uploads = True
                 self._thread = threading.Thread(target=self._push, name="drivetrain-upload", daemon=True)
                 self._thread.start()
 
     def _push(self) -> None:
-        with suppress(CheckpointError, OSError):  # e.g. a file that was replaced; the next time
-            self._remote.push()
+        while self._is_due():
+            with suppress(Exception):  # e.g. of a file that was replaced, or of a full disk; the next time
+                self._remote.push()
+
+    def _is_due(self) -> bool:
+        with self._lock:
+            self._uploads, self._due = self._due, False
+            return self._uploads

@@ -1,6 +1,6 @@
 """Weights for a model before training or evaluation: of a run, a checkpoint, a file, or a state dict."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -65,7 +65,7 @@ class InitialWeights:
         """Load what has values, and return the weights for what is on the meta device. Those of a file are read on
         access, or by rows, unless a transform translates them."""
         source = str(self._weights) if isinstance(self._weights, str | Path) else "the state dict"
-        state = read_weights(self._weights)
+        state = read_weights(self._weights, model.state_dict().keys())
         for transform in self._transforms:
             if type(transform).from_plain is not Transform.from_plain:
                 state = transform.from_plain(dict(state), model)
@@ -134,12 +134,13 @@ def check_source(weights: WeightsArg) -> Path:
     return place
 
 
-def read_weights(weights: WeightsArg) -> State:
+def read_weights(weights: WeightsArg, own: Collection[str]) -> State:
+    """`own`: the names of the weights of the model that takes them."""
     place = check_source(weights)
     if isinstance(weights, Mapping):
         return weights
     if place.is_file():
-        state = read_file(place, "this pipeline's model")
+        state = read_file(place, "this pipeline's model", own)
         return state | open_unlisted(place) if place.suffix == ".safetensors" else state
     if (place / STATE).exists():
         checkpoint = Checkpoint(place)

@@ -103,11 +103,24 @@ def facts(plan: ResolvedPlan, job: FitJob) -> dict[str, str]:
     found |= {key: identity(value) for key, value in _flat(recipe).items()}
     found |= {f"fit({name})": identity(getattr(job, name)) for name in _SHARED}
     found["fit(out)"] = "none" if job.out is None else str(job.out) if is_address(job.out) else "a folder"
-    found["fit(callbacks)"] = ", ".join(type(one).__name__ for one in job.callbacks)
+    found["fit(callbacks)"] = _callbacks(plan, job)
     found["device"] = expected_device(plan.distribution).type
     if plan.distribution.name.startswith("hsdp"):
         found["ranks on its machine"] = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return found
+
+
+def _callbacks(plan: ResolvedPlan, job: FitJob) -> str:
+    """Return their classes, with the options of those that the recipe names. Paths may differ, as those of data do."""
+    entries = [one for one in plan.spec.fit_defaults().get("callbacks", ()) if isinstance(one, Mapping)]
+    named = {str(one["name"]).rpartition(":")[2].rpartition(".")[2]: one for one in entries}
+    shown = []
+    for name in (type(one).__name__ for one in job.callbacks):
+        given = named.get(name, {})
+        same = sorted(key for key in given.keys() - {"name", "out"} if not Path(str(given[key])).is_absolute())
+        options = ", ".join(f"{key}={identity(given[key])}" for key in same)
+        shown.append(f"{name}({options})" if options else name)
+    return ", ".join(shown)
 
 
 def digest(source: Source) -> str:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from ... import strategies
 from ...common.errors import DrivetrainError, StrategyError
 from ...strategies.launching.group import is_rank, refuse_lone_task
-from ...strategies.launching.meeting import under_torchrun
+from ...strategies.launching.meeting import LostRankError, under_torchrun
 from ..describe.cuda_settings import cuda_settings
 from ..describe.resolve import ResolvedPlan
 from ..training.build import Built, Initial, build, draw_apart, fork_rng
@@ -35,6 +35,8 @@ def on_ranks(
             function, plan, *args, devices=how.ranks, device=how.device, collective_timeout=how.timeout,
             forward=signals, saves=saves, stacks=stacks, **waits,
         )[0]  # fmt: skip
+    except LostRankError:  # what it is raised from is a consequence, such as a checkpoint that could not be loaded
+        raise
     except StrategyError as error:
         if isinstance(error.__cause__, DrivetrainError | SystemExit):
             raise error.__cause__ from None

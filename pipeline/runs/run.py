@@ -155,7 +155,11 @@ class Run(Observer):
             self._outcome.callbacks = self._callbacks.finish()
             failed = False
         finally:
-            self._observer.on_end(failed=failed)
+            try:
+                if failed:
+                    self._callbacks.fail()  # before the loggers are closed, to which they may log
+            finally:
+                self._observer.on_end(failed=failed)
 
     def _compare_data(self) -> None:
         """Raise on all ranks if one has other data: one machine may have looked at files at addresses minutes before,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ...common.errors import PlanError, suggest
@@ -11,7 +12,11 @@ from ...common.names import imported, name_of, title, unnamed
 if TYPE_CHECKING:
     from .task import Task
 
-TASKS = ("Classification", "Contrastive", "MultiLabel", "Regression", "Segmentation")
+TASKS = {
+    "Classification": "standard", "Contrastive": "contrastive", "MultiLabel": "standard", "Regression": "standard",
+    "Segmentation": "standard",
+}  # fmt: skip
+"""The tasks by name, with the file of each."""
 
 
 def get(name: str, **options: Any) -> Task:
@@ -64,10 +69,10 @@ def _flat(value: Any) -> Iterator[Any]:
 
 
 def _known(name: str) -> type[Task] | None:
-    from . import contrastive, standard
-
-    home: Any = contrastive if name == "Contrastive" else standard
-    return getattr(home, name) if name in TASKS else None
+    if name not in TASKS:
+        return None
+    kind: type[Task] = getattr(import_module(f".{TASKS[name]}", __package__), name)
+    return kind
 
 
 def _imported(name: str) -> type[Task]:

@@ -56,7 +56,7 @@ class Classification(StandardTask):
         meters = super().meters(width)
         chosen = "metrics" in self.options or self.monitor == "top5"
         if not chosen and width is not None and width <= 5:
-            del meters["top5"]
+            meters.pop("top5", None)  # of a subclass, the default may lack it
         return meters
 
     def predict(self, outputs: Any) -> torch.Tensor:
@@ -352,8 +352,9 @@ class Segmentation(StandardTask):
         classes: number of classes C; `"auto"`: that of the names in the training data (`convert(classes=…)`), up to the
             last one that counts.
         ignore_index: one or several more values of the masks that do not count, such as a "void" class: the loss (also
-            one of your own) and the metrics receive 255 instead. Values from C on do not need an output of the model;
-            a smaller one keeps its output, which is never right. Default None: only 255.
+            one of your own) and the metrics receive 255 instead, and one of torch's losses the index that it ignores,
+            -100 unless it has another. Values from C on do not need an output of the model; a smaller one keeps its
+            output, which is never right. Default None: only 255.
         metrics: of `"miou"` (mean intersection over union over the classes, of all pixels of the data) and
             `"pixel_accuracy"`, or torchmetrics objects. Default `("miou", "pixel_accuracy")`.
         loss: default cross entropy over the pixels that count; `"model"`: the one that the model computes.
@@ -387,12 +388,6 @@ class Segmentation(StandardTask):
                 "Ignore fewer, or pass more classes."
             )
         super().__init__(metrics=metrics, loss=loss, monitor=monitor)
-        if also and ignored_by(self._criterion) not in (None, IGNORED):
-            raise PlanError(
-                f"Segmentation: ignore_index={ignore_index!r} makes pixels {IGNORED}, which {self.loss_name} counts as "
-                f"a class. Pass the loss with its own ignore_index={IGNORED}, such as "
-                f"nn.CrossEntropyLoss(ignore_index={IGNORED})."
-            )
         given = {"classes": classes, "ignore_index": (also[0] if len(also) == 1 else also) if also else None}
         vars(self).update(classes=classes, ignored=(IGNORED, *also), _given={**given, **self._given})
 
@@ -425,7 +420,14 @@ class Segmentation(StandardTask):
             targets = targets.masked_fill(targets == value, IGNORED)
         return targets
 
-    metric_targets = loss_targets = _counted
+    metric_targets = _counted
+
+    def loss_targets(self, targets: torch.Tensor) -> torch.Tensor:
+        """Return the masks of `metric_targets`; for one of torch's losses, with the index that it ignores for 255."""
+        counted, own = self._counted(targets), ignored_by(self._criterion)
+        if own is None or own == IGNORED:
+            return counted
+        return counted.masked_fill(counted == IGNORED, own)
 
     def model_inputs(self, targets: torch.Tensor) -> dict[str, torch.Tensor]:
         return {name: self._counted(value) for name, value in super().model_inputs(targets).items()}

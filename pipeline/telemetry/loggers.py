@@ -402,8 +402,7 @@ class Metrics(Observer):
             self._loggers.log(epoch.values(), state.step)
 
     def on_end(self, *, failed: bool) -> None:
-        if not failed:
-            self._arrive(wait=True)
+        self._arrive(wait=not failed)  # after a failure, the device may never answer
         self._loggers.close(failed=failed)
 
 

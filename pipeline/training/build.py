@@ -38,6 +38,7 @@ from ..describe.pipeline_spec import PipelineSpec
 from ..describe.plan import batch_norm_caution
 from ..describe.resolve import ResolvedPlan
 from ..describe.sources import folder_of, scale_of_targets
+from ..models.factories import CLASSES, name_of_factory
 from ..models.weights import weights_omitted
 from ..optim.groups import GroupedFactory
 from ..tasks.means import LossFunction, mean_of
@@ -477,7 +478,7 @@ def _fresh_model(spec: PipelineSpec) -> nn.Module:
     try:
         model: object = spec.model(**spec.model_options)
     except (TypeError, ValueError) as error:
-        remedy = _nearest_option(spec)
+        remedy = _nearest_option(spec) + _with_new_head(spec)
         if spec.recipe is not None and options:
             remedy += (
                 " A recipe's model_options are for its own model. For another model, replace all of them, e.g. "
@@ -498,6 +499,21 @@ def _nearest_option(spec: PipelineSpec) -> str:
     wrong = [name for name in spec.model_options if name not in known]
     near = {name: difflib.get_close_matches(name, known, n=1) for name in wrong}
     return "".join(f" Did you mean {match[0]!r} by {name!r}?" for name, match in near.items() if match)
+
+
+def _with_new_head(spec: PipelineSpec) -> str:
+    """Return how to train published weights on other classes, which torchvision's own factories refuse; else ""."""
+    factory: Any = spec.model
+    weights, classes = (spec.model_options.get(name) for name in ("weights", "num_classes"))
+    own = (getattr(factory, "__module__", None) or "").startswith("torchvision.models.")
+    name = name_of_factory(factory) if own and weights is not None and classes not in (None, CLASSES) else None
+    if name is None or ":" in name:  # one of torchvision's that do not classify images
+        return ""
+    published = f"{getattr(weights, 'name', weights)}".rpartition(".")[2]
+    return (
+        f' Published weights with a new last layer: Pipeline("pretrained", name="{name}", num_classes={classes!r}, '
+        f'weights="{published}").'
+    )
 
 
 def _not_compiled(model: nn.Module) -> nn.Module:

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import nbformat
@@ -41,6 +42,23 @@ def test_notebook_imports_what_there_is(path: Path) -> None:
     lines = [line for cell in code_cells(path) for line in cell.source.splitlines()]
     text = "\n".join(line for line in lines if not line.lstrip().startswith(("%", "!")))
     assert import_ours(ast.walk(ast.parse(text)))
+
+
+def test_the_notebook_of_strategies_trains_with_each_that_runs_here(toy: Toy, tmp_path: Path) -> None:
+    """On toy data and in one process, without waiting for `make test-all`, and as if this machine could run all."""
+    cells = code_cells(ROOT / "notebooks" / "from-one-process-to-sharded.ipynb")
+    (code,) = (cell.source for cell in cells if "Checkpoints(" in cell.source)
+    strategies = ("ddp", "fsdp", "deepspeed_stage_3")
+    rows = [SimpleNamespace(name=name, runs_here=True) for name in strategies]
+    names: dict[str, Any] = {
+        "strategies": SimpleNamespace(available=lambda: rows),
+        "pipeline": SimpleNamespace(distribute=lambda *_, **__: toy.pipeline()),
+        "folder": tmp_path, "EPOCHS": 1, "results": {},
+    }  # fmt: skip
+    exec(code, names)
+    assert tuple(names["results"]) == strategies
+    assert [path.name for path in tmp_path.iterdir()] == ["fsdp"]
+    assert [*(tmp_path / "fsdp" / "checkpoints").iterdir()]
 
 
 def kinds(cell: Any) -> set[str]:

@@ -217,6 +217,34 @@ class Tensors(Awkward):
         return self.transform(self.images[index]), 0
 
 
+class Pictures(Awkward):
+    """A data set of two pictures in color, or what a function makes of them."""
+
+    def __init__(self, change: Any = Image.fromarray) -> None:
+        self.change = change
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(self.change(picture(index, 16, 16))), 0
+
+
+@pytest.mark.parametrize("channels", [1, 4])
+def test_pictures_of_a_data_set_have_the_channels_of_the_mean(channels: int) -> None:
+    """In training, too: evaluation converts them."""
+    options: dict[str, Any] = {"mean": (0.5,) * channels, "std": (0.5,) * channels, "dtype": torch.uint8}
+    options |= {"batch_size": 2, "order": "sequential"}
+    ((exact, _),) = load(TorchLoader, Pictures(), train=False, eval_crop="whole", **options)
+    ((images, _),) = load(TorchLoader, Pictures(), crop="whole", flip=False, **options)
+    assert images.shape == (2, channels, 16, 16)
+    assert torch.equal(images, exact)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_bits_of_a_data_sets_pictures_are_not_dropped(train: bool) -> None:
+    wide = Pictures(lambda levels: Image.fromarray(levels[..., 0].astype(np.uint16) * 257))
+    with pytest.raises(DataError, match=r"^Sample 0 of Pictures could not be loaded: .*have more than 8 bits"):
+        load(TorchLoader, wide, train=train, batch_size=2, mean=(0.5,), std=(0.5,), order="sequential")
+
+
 class Returning(Awkward):
     """A data set whose samples are what a function makes of an image."""
 
@@ -243,6 +271,23 @@ def test_samples_that_are_no_pairs_of_image_and_label(sample: Any, what: str) ->
         pytest.raises(DataError, match=rf"^A sample of the data set is {what}\. Each must be an image and a label"),
     ):
         next(iter(loader))
+
+
+@pytest.mark.parametrize(
+    ("label", "dtype"),
+    [
+        (np.int32(1), torch.int64),
+        (torch.tensor(1, dtype=torch.uint8), torch.int64),
+        (np.float64(0.5), torch.float32),
+        (np.array([0, 1, 1]), torch.float32),
+        (torch.zeros(16, 16, dtype=torch.uint8), torch.uint8),
+    ],
+    ids=["int32", "uint8", "float64", "vector", "mask"],
+)
+def test_labels_of_a_data_set_have_the_types_of_our_files(label: Any, dtype: torch.dtype) -> None:
+    ((_, labels),) = load(TorchLoader, Returning(lambda image: (image, label)), batch_size=2)
+    assert labels.dtype == dtype
+    assert torch.equal(labels[1], torch.as_tensor(label, dtype=dtype))
 
 
 @pytest.mark.parametrize("crop", ["whole", "random"])

@@ -132,6 +132,22 @@ def test_step_clips_steps_and_zeroes() -> None:
     assert unclipped.step() is None
 
 
+def test_gradients_of_parameters_that_the_factory_leaves_out_do_not_count() -> None:
+    """No step zeroes them: they would add up, and the norm by which the others are clipped would grow."""
+    model = nn.Linear(2, 1)
+    engine = Single("cpu").prepare(model, lambda p: torch.optim.SGD([*p][:1], lr=0.0), clip_norm=1.0)
+    for _ in range(3):
+        engine.backward(engine.model(torch.tensor([[3.0, 4.0]])).sum())
+        assert list(engine.gradients()) == ["weight"]
+        norm = engine.step()
+        assert norm is not None
+        assert norm.item() == pytest.approx(5.0)
+    assert model.bias.grad is None
+    engine.optimizer.add_param_group({"params": [model.bias]})
+    engine.backward(engine.model(torch.tensor([[3.0, 4.0]])).sum())
+    assert list(engine.gradients()) == ["weight", "bias"]
+
+
 def test_backward_refuses_another_number_of_microbatches() -> None:
     engine = prepare(accumulate=2)
     loss = engine.model(torch.ones(1, 2)).sum()

@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from drivetrain import Callback, Pipeline, RunView
+from drivetrain import Callback, Pipeline, PlanError, RunView
 from drivetrain.pipeline.runs import callbacks, run
 from drivetrain.pipeline.runs.callbacks import RunCallbacks
 from pipeline_data import attempt
@@ -46,6 +46,16 @@ class OnRankOne(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.steps = state["steps"]
+
+
+class Logs(Callback):
+    """Changes no training, and needs a logger, which a run that is measured does not have."""
+
+    only_looks = True
+
+    def check(self, run: Any) -> None:
+        if not run.logs:
+            raise PlanError("There is no logger.")
 
 
 class Collective(Callback):

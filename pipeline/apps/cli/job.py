@@ -27,7 +27,7 @@ SCHEDULERS = ("slurm", "kubernetes", "jobset", "ray", "skypilot")
 @option("--gpu-type NAME", "Name of the GPUs in the scheduler's words, e.g. H100; skypilot requires it.")
 @option("--time TIME", "Time limit, for slurm, kubernetes and jobset: minutes, HH:MM:SS or DAYS-HH:MM:SS.")
 @option("--image IMAGE", "Container image, for kubernetes and jobset, which require it, skypilot and slurm (pyxis).")
-@option("--name NAME", "Name of the job. Default: the recipe's.")
+@option("--name NAME", "Name of the job, except for ray. Default: the recipe's.")
 def job(
     scheduler: str, recipe: str, overrides: tuple[str, ...], train: str | None, val: str | None,
     out: Path | str | None, **options: str | int | None,

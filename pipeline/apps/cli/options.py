@@ -41,6 +41,12 @@ class Command(click.Command):
                 if repeated and not ctx.resilient_parsing:
                     raise PlanError(f"{param.opts[-1]} is given {times} times. Pass it once.")
             return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            takes_values = any(param.name == "overrides" for param in self.params)
+            hint = _as_value(error.option_name) if takes_values else ""
+            raise click.NoSuchOption(
+                error.option_name, f"{error.message}{hint}", error.possibilities, error.ctx or ctx
+            ) from None
         except click.UsageError as error:
             error.ctx = error.ctx or ctx  # click leaves it out of some errors
             raise
@@ -142,6 +148,16 @@ def option(spec: str, help: str, type: Any = None, *, name: str | None = None, *
 
 def argument(name: str, help: str, type: Any = None, **more: Any) -> Callable[[F], F]:
     return click.argument(name, help=help, type=type, **more)
+
+
+def _as_value(option: str) -> str:
+    """Return how a value of the recipe is passed, for an option such as `--epochs` or `--lr`; "" for others."""
+    from ...recipes.presets import KEYS
+    from ...recipes.schema import WITHIN
+
+    key = option.lstrip("-").replace("-", "_")
+    key = WITHIN.get(key, key)
+    return f" Values of the recipe are passed as {key}=…." if key.partition(".")[0] in KEYS else ""
 
 
 RECIPE = RecipeName()

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from ...telemetry.history import History
 
 LONGEST = 200  # characters of a prediction of a custom task, in the table
+TUNED = "tuned.json"  # the trials of a tuning, in --out
 SECONDS_HELP = "Time budget of the ledger, in seconds: building, warm-up and all rounds."
 # Options of `fit` that the command line has in a form of its own, or sets itself.
 _OTHERWISE = (
@@ -121,7 +122,7 @@ def train(
     with pipeline_of(recipe, overrides, train, val) as pipeline:
         from ....strategies.launching.group import is_main_process
         from ...runs.checkpoints.directory import Checkpoints
-        from ...runs.fit import fit
+        from ...runs.fit import checked, fit
         from ...telemetry.history import shown
 
         _check_budgets(ledger_seconds if ledger else None, tune_seconds)  # before training, not after it
@@ -139,7 +140,10 @@ def train(
         if tune_seconds is not None:
             if is_address(out):
                 raise PlanError("--tune writes its files to a local folder. Pass --out as a folder.")
-            pipeline = _tuned(pipeline, tune_seconds, None if out is None else Path(out), quiet, printed=not quiet)
+            checked(pipeline, config)  # before tuning, not after it
+            folder = None if out is None else Path(out)
+            before = _tuned_before(pipeline, folder, resumes=bool(options.get("resume")))
+            pipeline = before or _tuned(pipeline, tune_seconds, folder, quiet, printed=not quiet)
         with _end_reported(out, quiet):
             result = fit(pipeline, config, show_plan=not quiet, each_rank=False)
         if not is_main_process():  # under torchrun every rank runs this; only one prints
@@ -200,7 +204,7 @@ def _tuned(
     if pipeline.fit_options is not None:  # tuned.yaml shall not replace the run of the recipe
         pipeline = pipeline.replace(fit_options=replace(pipeline.fit_options, out=None))
     try:
-        file = None if out is None else out / "tuned.json"
+        file = None if out is None else out / TUNED
         tuned = pipeline.tune(seconds=seconds, out=file, progress=not quiet, **options)
     except TuneInterrupted as interrupt:
         print(interrupt.tuned)
@@ -214,6 +218,16 @@ def _tuned(
         with suppress(MissingExtra):
             tuned.save(out / "tuned.png")
     return cast("Pipeline", tuned.pipeline)
+
+
+def _tuned_before(pipeline: Pipeline, out: Path | None, *, resumes: bool) -> Pipeline | None:
+    """Return the pipeline with the changes that the run in `out` was begun with; None if there is no run to resume."""
+    from ...measuring.tuning.tune import recalled
+    from ...runs.checkpoints.directory import CheckpointDir
+
+    if out is None or not resumes or not CheckpointDir(out / "checkpoints").checkpoints():
+        return None
+    return cast("Pipeline", recalled(pipeline, out / TUNED))
 
 
 @click.command(cls=Command)
@@ -486,12 +500,13 @@ def measure(pipeline: Pipeline, seconds: float, out: Path | str | None, quiet: b
     from ....common.storage.files import make_folder
     from ...describe.config import check_out
     from ...ledger.ledger import LedgerInterrupted
+    from ...measuring.ledger import checked
     from ...measuring.runner import check_measurable
     from ...runs.folder import uploading_from
 
     check_measurable(seconds)  # invalid options must not create a folder
     check_out("--out", out)
-    pipeline.plan()
+    checked(pipeline, **options)
     # The folder is made before measuring, so that it fails then.
     local = nullcontext(None if out is None or is_address(out) else make_folder(Path(out)))
     with uploading_from(str(out)) if is_address(out) else local as folder:

@@ -28,11 +28,11 @@ class Scheduler:
 
 
 SCHEDULERS = {
-    "slurm": Scheduler(slurm, ("time", "image"), same_folder=True),
-    "kubernetes": Scheduler(kubernetes, ("image", "time"), mounts=True, elastic=True),
-    "jobset": Scheduler(jobset, ("image", "time"), mounts=True, elastic=True),
+    "slurm": Scheduler(slurm, ("time", "image", "name"), same_folder=True),
+    "kubernetes": Scheduler(kubernetes, ("image", "time", "name"), mounts=True, elastic=True),
+    "jobset": Scheduler(jobset, ("image", "time", "name"), mounts=True, elastic=True),
     "ray": Scheduler(ray, elastic=True),
-    "skypilot": Scheduler(skypilot, ("image",), mounts=True, copies=True),
+    "skypilot": Scheduler(skypilot, ("image", "name"), mounts=True, copies=True),
 }
 
 
@@ -40,7 +40,7 @@ def job_file(scheduler: str, recipe: str, overrides: Sequence[str], out: str | N
     if scheduler not in SCHEDULERS:
         raise PlanError(f"There are no job files for {scheduler!r:.80}.{suggest(scheduler, SCHEDULERS)}")
     chosen = SCHEDULERS[scheduler]
-    for option in ("time", "image"):
+    for option in ("time", "image", "name"):
         if options.get(option) is not None and option not in chosen.options:
             raise PlanError(f"A job file for {scheduler} has no --{option}. Leave it out, or add it to the file.")
     job = make_job(recipe, overrides, out, **options)

@@ -59,8 +59,9 @@ class Outcome:
         return None if self.failure else self.run.history.monitored
 
     def to_dict(self) -> dict[str, Any]:
+        seed = self.values.get(SEED) or self.run.recipe.get(SEED)  # all runs may have the same one
         return {
-            "run": self.name, "seed": self.values.get(SEED), "value": self.value, "failure": self.failure,
+            "run": self.name, "seed": None if seed is None else str(seed), "value": self.value, "failure": self.failure,
             "epochs": self.run.epochs, "seconds": self.run.seconds,
         }  # fmt: skip
 

@@ -245,11 +245,11 @@ def fitting(plan: ResolvedPlan) -> list[Candidate]:
     return changes
 
 
-def untried(changes: Sequence[Candidate], trials: Sequence[Tried]) -> list[Tried]:
-    """Return the changes that are not among the trials, for which there was no time."""
+def untried(changes: Sequence[Candidate], trials: Sequence[Tried], reason: str = "no time was left") -> list[Tried]:
+    """Return the changes that are not among the trials, with the reason."""
     names = {one.name for one in trials}
     left = (one for one in changes if one.name not in names)
-    return [Tried(one.name, one.bottleneck, "not tried", reason="no time was left") for one in left]
+    return [Tried(one.name, one.bottleneck, "not tried", reason=reason) for one in left]
 
 
 def ordered(changes: list[Candidate], bottleneck: Bottleneck) -> list[Candidate]:

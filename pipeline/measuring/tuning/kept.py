@@ -19,11 +19,15 @@ from .result import FORMAT, Tried, Tuned, read_trials, verdicts
 FOLDER = "tuned"  # in the cache folder
 
 
+class KeptWarning(UserWarning):
+    """Results of an earlier tuning are not used, or those of this one not kept."""
+
+
 class Kept(Struct):
     format: int
     facts: dict[str, Any]
     date: str
-    seconds: float | None  # of the budget that was over; None: every change was tried; 0: interrupted
+    seconds: float | None  # of the budget, unless (None) every change was tried; 0: interrupted
     stopped: str
     trials: list[Tried]
     limits: dict[str, float]
@@ -76,6 +80,7 @@ class Results:
         warnings.warn(
             f"{self.path}, with results of an earlier tuning, is not used: {reason}. They are measured again, and the "
             "file is replaced.",
+            KeptWarning,
             stacklevel=2,
         )
 
@@ -89,7 +94,7 @@ class Results:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_file(self.path, text)
         except (OSError, DrivetrainError) as error:
-            warnings.warn(f"The next call will measure again: {error}", stacklevel=2)
+            warnings.warn(f"The next call will measure again: {error}", KeptWarning, stacklevel=2)
 
     def write(self, tuned: Tuned) -> Tuned:
         if self.file is not None:

@@ -124,16 +124,16 @@ def lr_range(spec: PipelineSpec, lowest: float, highest: float, steps: int) -> L
             raise PlanError(f"lr_range({name}={value!r}) must be a finite number above 0.")
     if lowest >= highest:
         raise PlanError(f"lr_range(lowest={lowest:g}) must be below highest={highest:g}.")
-    plan = resolve(spec.replace(epochs=spec.epochs or 1))
-    return on_ranks(resolve_data(plan, progress=False), _test_rank, lowest, highest, steps)
+    # Without a number of epochs, none can be too few for a transform.
+    return on_ranks(resolve_data(resolve(spec), progress=False), _test_rank, lowest, highest, steps)
 
 
 def _test_rank(plan: ResolvedPlan, lowest: float, highest: float, steps: int) -> LRRange:
     with built_here(plan, initial_weights(plan)) as built:
         schedule = _Growing(plan, built, lowest, highest, steps)
         watch = _Watch(built, steps)
-        assert plan.spec.epochs is not None
-        built.hooks.begin(built.engine, max(plan.spec.epochs * len(built.train), steps), built.train)
+        length = (plan.spec.epochs or 1) * len(built.train)
+        built.hooks.begin(built.engine, max(length, steps), built.train)
         while built.hooks.state.stop is None:
             built.begin_epoch()
             train_epoch(built.engine, built.train, built.loss, built.hooks, schedule, watch)

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from ....common import machine
 from ....common.errors import LedgerError, PlanError, RecipeError, require
-from ....common.pictures import BLUE, INK, ORANGE, PURPLE, RED, save_picture
+from ....common.pictures import BLUE, INK, ORANGE, PURPLE, RED, literal, save_picture
 from ....common.storage.files import write_file
 from ....common.storage.json_files import ShapeError, parse
 from ....common.table import Table
@@ -177,9 +177,9 @@ class Tuned:
         for place, one in enumerate(self.trials):
             if one.ratio is None:
                 text = textwrap.shorten(f"{one.outcome}: {one.reason}", 70, placeholder=" …")
-                axes.text(1, place, f"  {text}", va="center", fontsize=8, color=INK, style="italic")
+                axes.text(1, place, f"  {literal(text)}", va="center", fontsize=8, color=INK, style="italic")
         axes.axvline(1, color=INK, linewidth=0.8)
-        axes.set_yticks(range(len(self.trials)), [one.name for one in self.trials])
+        axes.set_yticks(range(len(self.trials)), [literal(one.name) for one in self.trials])
         axes.set_ylim(len(self.trials) - 0.5, -0.5)
         if not measured:
             axes.set_xlim(0.9, 1.5)
@@ -244,14 +244,16 @@ class _File(Struct):
 
 
 def read_trials(path: Path, facts: Mapping[str, Any]) -> list[Tried]:
-    """Return the saved trials that need not be repeated; LedgerError if they are of another pipeline or machine."""
+    """Return the saved trials that need not be repeated; LedgerError if they have others of these facts, such as those
+    of another pipeline or machine."""
     if not path.exists():
         return []
     try:
         content = parse(path.read_bytes(), _File)
     except (OSError, ShapeError) as error:
         raise LedgerError(f"{path} is not the file of a tuning: {error}. Pass another name, or delete it.") from None
-    check_facts(path, content.facts, facts, same=content.format == FORMAT)
+    known = {name: content.facts.get(name) for name in facts}
+    check_facts(path, known, facts, same=content.format == FORMAT)
     return verdicts(content.trials)
 
 

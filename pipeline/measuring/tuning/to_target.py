@@ -40,6 +40,8 @@ class TargetTuner:
         self._trials: list[Tried] = []
         self._longest = 0.0  # seconds of a run
         self.stopped = ""  # why it ended
+        self.complete = False  # whether every change was tried
+        self._untried = "no time was left"
 
     def run(self) -> None:
         """Try all changes. Raise OutOfTime, and PlanError if the pipeline as given does not reach the target."""
@@ -62,11 +64,12 @@ class TargetTuner:
                 if not any(one.rounds for one in self._trials):
                     raise PlanError(str(error)) from None
                 self.stopped = str(error)  # what is known is kept
+                self._untried = "the search ended before it"
                 return
             if accepted:
                 self._spec = spec
             self._save(self.result())
-        self.stopped = "Every change was tried."
+        self.stopped, self.complete = "Every change was tried.", True
 
     def _try(self, name: str, spec: PipelineSpec) -> bool:
         with TemporaryDirectory(prefix="drivetrain-tune-") as folder:
@@ -110,7 +113,7 @@ class TargetTuner:
         """There is nothing to close: each race ends what it starts."""
 
     def result(self) -> Tuned:
-        left = untried(self._changes, self._trials)
+        left = untried(self._changes, self._trials, self._untried)
         return Tuned(self._spec, [*self._trials, *left], facts=self._facts, stopped=self.stopped, target=self._target)
 
 

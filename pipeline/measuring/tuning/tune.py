@@ -6,20 +6,22 @@ dropped as soon as it excludes a gain; see `judge`. Changes of what is computed 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 from ....common.budget import Budget, OutOfTime, alarm, rounded_up
-from ....common.checks import check_number, check_whole
+from ....common.checks import check_number
 from ....common.errors import DrivetrainError, PlanError
 from ....common.storage.addresses import local_path
 from ....common.storage.files import make_folder
 from ...describe.pipeline_spec import PipelineSpec
 from ...describe.resolve import ResolvedPlan, resolve
+from ...describe.rules import check_epochs
 from ...ledger.statistics import LOOKS, PROCESSES, SEEDS, WORTH, judge, judge_accuracy
-from ...runs.facts import facts_of
+from ...runs.facts import facts_of, options_of
 from ...tasks.scales import check_comparable
 from ...training.build import fork_rng, plain_torch, resolve_data
 from ..runner import Failed, check_measurable
@@ -38,7 +40,7 @@ from .candidates import (
     untried,
 )
 from .kept import Kept, Results
-from .result import Outcome, Tried, Tuned, TuneInterrupted
+from .result import Outcome, Tried, Tuned, TuneInterrupted, read_trials
 from .storage import may_be_tried
 from .to_target import TargetTuner
 
@@ -109,7 +111,7 @@ def _search(tuner: "Tuner | TargetTuner", plan: ResolvedPlan, budget: Budget, re
     try:
         with budget, fork_rng(plan.seed), alarm(budget.end):
             tuner.run()
-        spent = None
+        spent = None if tuner.complete else spent
     except OutOfTime:
         tuner.stopped = f"Stopped at the {budget.seconds:g} s budget.{tuner.too_short(budget.seconds)}"
     except KeyboardInterrupt:
@@ -145,6 +147,24 @@ def can_be_kept(candidate: Candidate | None, tried: Tried) -> bool:
     return candidate is not None and (candidate.storage is None or candidate.storage.exists)
 
 
+@plain_torch()
+def recalled(spec: PipelineSpec, out: Path) -> PipelineSpec:
+    """Return the pipeline with the changes of speed that a tuning accepted, by its file `out`, without a trial, perhaps
+    on another machine: what a run that resumes was begun with. What a longer search accepts may be another training,
+    which cannot resume it."""
+    if not out.exists():
+        return spec
+    plan = resolve_data(resolve(spec), progress=False)
+    spec = spec.replace(distribution=plan.spec.distribution)  # as in `tune`
+    changes = {one.name: one for one in (*candidates(plan), *fitting(plan))}
+    place([*changes.values()], out.absolute().parent, perf_counter())
+    for tried in read_trials(out, options_of(plan) | {"allow": [], "target": None, "epochs": None}):
+        candidate = changes.get(tried.name)
+        if candidate is not None and tried.outcome == "accepted" and can_be_kept(candidate, tried):
+            spec = candidate.change(spec)
+    return spec
+
+
 def _to_target(plan: ResolvedPlan, allow: Sequence[str], target: float) -> list[Candidate]:
     _check_names(allow)
     check_number("target", target, PlanError, "(0, 1]", also=": an accuracy")
@@ -166,13 +186,20 @@ def _allowed(plan: ResolvedPlan, allow: Sequence[str], epochs: int) -> list[Cand
     found = allowed(plan, allow)
     if not found:
         return []
-    check_whole("epochs", epochs, PlanError, 1)
+    check_epochs(plan.spec, epochs)
     if plan.data.val is None:
         raise PlanError(
             "allow= measures the accuracy, which needs validation data. Pass a second file to load() (--val)."
         )
     check_comparable(plan.task, "allow=")
-    return found
+    return [replace(one, change=partial(_changed, one, epochs)) for one in found]
+
+
+def _changed(candidate: Candidate, epochs: int, spec: PipelineSpec) -> PipelineSpec:
+    """Return the changed pipeline; PlanError, before its speed is measured, if a short training is too short for it."""
+    changed = candidate.change(spec)
+    check_epochs(changed, epochs)
+    return changed
 
 
 class Tuner:
@@ -198,6 +225,7 @@ class Tuner:
         self._is_converted = False  # whether a storage format is accepted
         self._too_large: int | None = None  # the smallest batch size that does not fit into memory
         self.stopped = ""  # why it ended
+        self.complete = False  # whether every change was tried
 
     def run(self) -> None:
         """Try all changes. Raise OutOfTime, and DrivetrainError if the pipeline as given cannot be trained."""
@@ -220,7 +248,7 @@ class Tuner:
             if candidate.batch_size is not None:
                 left = self._sizes_left(self._trials[-1], candidate.batch_size, left)
             self._save(self.result())
-        self.stopped = "Every change was tried."
+        self.stopped, self.complete = "Every change was tried.", True
 
     def _pointless(self, candidate: Candidate) -> str:
         if candidate.storage is not None and self._is_converted:
@@ -317,6 +345,7 @@ class Tuner:
     def _measure_limits(self) -> None:
         assert self._best is not None
         self._show("the bottleneck")
+        self._limits = {}  # if the time ends here, those of the pipeline before are not those of the tuned one
         start = perf_counter()
         try:
             self._limits = self._arena.limits(self._best)

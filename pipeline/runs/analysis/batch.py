@@ -141,7 +141,8 @@ class ShownBatch:
 def batch_of(spec: PipelineSpec, epoch: int, count: int, epochs: int | None) -> ShownBatch:
     """Return the first batch of an epoch; see `Pipeline.show_batch`. It is computed in this process: the microbatches
     of all ranks are those of one process with as many."""
-    how, epochs = spec.distributed, epochs or spec.epochs or epoch + 1
+    how, planned = spec.distributed, epochs or spec.epochs
+    epochs = planned or epoch + 1
     if epoch >= epochs:
         raise PlanError(f"epoch={epoch} is not one of the pipeline's {epochs} epochs, counted from 0.")
     alone = dataclasses.replace(
@@ -149,7 +150,8 @@ def batch_of(spec: PipelineSpec, epoch: int, count: int, epochs: int | None) -> 
         activation_checkpointing=False, sync_batchnorm=False,
         options={} if how.device is None else {"device": how.device},
     )  # fmt: skip
-    plan = resolve_data(resolve(spec.replace(distribution=alone, epochs=epochs)), progress=False)
+    # Without a number of epochs, none can be too few for a transform.
+    plan = resolve_data(resolve(spec.replace(distribution=alone, epochs=planned)), progress=False)
     with fork_rng(plan.seed), build(plan) as built:
         built.begin(epochs)
         state = built.hooks.state

@@ -136,6 +136,8 @@ class CheckpointDir:
             return ""
         try:
             newest.verify()
+        except UnreachedError:  # it may be complete; what follows here would remove it
+            raise
         except CheckpointError:
             return ""  # another machine has the other files
         self.remote.discard(newest.path.name)

@@ -204,15 +204,17 @@ class CheckpointWriter:
             self._failure = error
 
     def _agree(self) -> None:
-        """Wait for all ranks, and raise on every rank if any has failed."""
-        failed = torch.tensor(0.0 if self._failure is None else 1.0)
-        failures = int(self._engine.reduce(failed, "sum").item())
-        if not failures:
+        """Wait for all ranks, and raise on every rank, with the reason, if any has failed."""
+        failed = torch.zeros(self._engine.world_size)
+        failed[self._engine.rank] = 0.0 if self._failure is None else 1.0
+        by_rank = self._engine.reduce(failed, "sum").tolist()
+        if not any(by_rank):
             return
         failure, self._failure = self._failure, None
+        reason, rank = "" if failure is None else str(failure), by_rank.index(1.0)
+        if failure is not None and not isinstance(failure, CheckpointError):
+            reason = f"A checkpoint in {shown(self._store.folder)} failed: {failure}."
+        first = broadcast_text(self._engine, reason, rank)
         if isinstance(failure, CheckpointError):
             raise failure
-        folder = shown(self._store.folder)
-        if failure is not None:
-            raise CheckpointError(f"A checkpoint in {folder} failed: {failure}.") from failure
-        raise CheckpointError(f"{failures} other rank(s) could not write a checkpoint in {folder}.")
+        raise CheckpointError(reason or f"Rank {rank} could not write a checkpoint: {first}") from failure

@@ -292,6 +292,17 @@ def test_names_that_a_data_set_has_are_not_those_of_targets(tmp_path: Path) -> N
     assert (beton.classes, beton.num_classes) == ([], 1)
 
 
+@pytest.mark.parametrize(("values", "names"), [(2, []), (3, ["ant", "bee", "cat"])])
+def test_names_that_a_data_set_has_are_those_of_vectors_of_as_many_values(
+    tmp_path: Path, values: int, names: list[str]
+) -> None:
+    class Named(list[Any]):
+        classes = ("ant", "bee", "cat")
+
+    beton, _ = converted(Named(zip(IMAGES, np.eye(values)[LABELS % values], strict=True)), tmp_path)
+    assert (beton.classes, beton.num_classes) == (names, values)
+
+
 def test_float_labels_are_targets(tmp_path: Path) -> None:
     beton, _ = converted((IMAGES, np.linspace(-1, 1, 7)), tmp_path)
     assert beton.labels.tolist() == np.linspace(-1, 1, 7).tolist()
@@ -299,6 +310,16 @@ def test_float_labels_are_targets(tmp_path: Path) -> None:
     for index in range(7):
         assert beton.checksums is not None
         assert beton.checksums[index] == zlib.crc32(beton.stored(index) + struct.pack("<d", beton.labels[index]))
+
+
+def test_names_are_not_those_of_targets_of_which_the_first_is_a_whole_number(tmp_path: Path) -> None:
+    class Named(list[Any]):
+        classes = ("ant", "bee")
+
+    report = convert(Named(zip(IMAGES, [0, 1, 0.5, 1, 0, 1, 0], strict=True)), tmp_path / "a.beton", progress=False)
+    beton = open_beton(tmp_path / "a.beton")
+    assert report.classes == beton.classes == []
+    assert beton.num_classes == 1
 
 
 def test_files_have_labels_of_one_kind(tmp_path: Path) -> None:
@@ -363,6 +384,21 @@ def test_folders_that_are_links_are_followed(tmp_path: Path) -> None:
         (root / "cat" / "up").symlink_to(above)
         refused(root, tmp_path, "up is a link to a folder that it is in")
         (root / "cat" / "up").unlink()
+
+
+def test_files_of_torchvisions_folder_are_copied(tmp_path: Path) -> None:
+    """They are not compressed again, unless its images are not those of the files."""
+    root = jpeg_folder(tmp_path / "images", per_class=2)
+    data = ImageFolder(str(root))
+    beton, how = converted(data, tmp_path)
+    assert how == {"copied unchanged": 6}
+    assert [beton.stored(index) for index in range(6)] == [Path(path).read_bytes() for path, _ in data.samples]
+    assert (beton.labels.tolist(), beton.classes) == (data.targets, data.classes)
+    assert isinstance(data[0][0], Image.Image)  # it is as before
+    for changed in (ImageFolder(str(root), lambda image: image.rotate(9)), ImageFolder(str(root), loader=Image.open)):
+        assert converted(changed, tmp_path)[1] == {"compressed as JPEG": 6}
+    (root / "bee" / "new.jpg").symlink_to(tmp_path / "gone.jpg")
+    refused(ImageFolder(str(root)), tmp_path, "new.jpg cannot be read: No such file")
 
 
 def test_labels_of_pandas_are_taken_by_their_places(tmp_path: Path) -> None:

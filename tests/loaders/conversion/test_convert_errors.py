@@ -149,6 +149,11 @@ def test_targets_have_no_names(tmp_path: Path) -> None:
     refused((IMAGES, LABELS / 2), tmp_path, "names class indices, but the labels are floats", classes=list("abcde"))
 
 
+def test_a_later_target_has_no_name(tmp_path: Path) -> None:
+    samples = list(zip(IMAGES, [0, 1, 0.5, 1, 0], strict=True))
+    refused(samples, tmp_path, r"sample 2: its label is 0\.5, a target, but classes=", classes=["a", "b"])
+
+
 def test_fewer_classes_than_labels(tmp_path: Path) -> None:
     refused((IMAGES, LABELS), tmp_path, "Sample [34] has the class index 4", classes=list("abcd"))
 

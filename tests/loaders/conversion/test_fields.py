@@ -226,6 +226,14 @@ def test_kinds_that_are_inferred_and_given(tmp_path: Path) -> None:
     assert verify(tmp_path / "a.beton").sound
 
 
+def test_numpys_true_and_false_are_integers(tmp_path: Path) -> None:
+    """As Python's: what indexing an array of them returns is of NumPy's own type."""
+    samples = [(picture(number, 12, 12), number, flag) for number, flag in enumerate(np.array([True, False]))]
+    assert all_of(beton_of(samples, tmp_path / "a.beton", fields=["flag"]), "flag").tolist() == [1, 0]
+    given = beton_of(samples, tmp_path / "b.beton", fields={"flag": "float"})
+    assert all_of(given, "flag").tolist() == [1.0, 0.0]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -112,6 +112,19 @@ def test_further_members_are_fields(tmp_path: Path) -> None:
     refused(path, tmp_path, r"a\.tar: key 0: it has no member \.flac", fields=["flac"])
 
 
+def test_a_further_field_is_the_image_only_if_there_is_no_other(tmp_path: Path) -> None:
+    """Such as masks in PNG of pictures in WebP, which is looked for after it."""
+    image, mask = picture(1, 8, 9), np.full((8, 9), 1, np.uint8)
+    members = {"0.webp": file_bytes(image, "WEBP", lossless=True), "0.png": file_bytes(mask, "PNG"), "0.cls": b"3"}
+    beton = beton_of(shard(tmp_path / "a.tar", members), tmp_path / "a.beton", fields={"png": "mask"})
+    assert np.array_equal(np.asarray(beton.image(0)), image)
+    assert np.array_equal(beton.mask("png", 0), mask)
+    members = {"0.png": file_bytes(image, "PNG"), "0.cls": b"3"}
+    beton = beton_of(shard(tmp_path / "b.tar", members), tmp_path / "b.beton", fields=["png"])
+    assert np.array_equal(np.asarray(beton.image(0)), image)
+    assert beton.read("png", np.array([0])) == [members["0.png"]]
+
+
 def test_several_json_members(tmp_path: Path) -> None:
     values = {"boxes.json": [[1, 2, 30, 40]], "points.json": [[5, 6], [7, 8]], "meta.json": {"n": 3}}
     kinds = {"boxes.json": "boxes", "points.json": "keypoints", "meta.json": "json"}

@@ -1,17 +1,20 @@
 """Which samples a pipeline trains on and evaluates: hold-out, folds, few-shot and balance."""
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from drivetrain import DataError, Pipeline, PlanError
+from drivetrain import DataError, Pipeline, PlanError, RecipeError
 from drivetrain.loaders import FFCVLoader, convert
 from drivetrain.loaders.sample_options import SampleOptions
+from drivetrain.pipeline.recipes.presets import parse_overrides
 from PIL import Image
 from pipeline_data import CLASSES, SIDE, TRAIN, Toy, plain_model, toy_arrays
+from places import ROOT
 from same_runs import assert_same_run
 
 
@@ -156,6 +159,16 @@ def test_a_result_is_evaluated_on_what_is_held_out(toy: Toy) -> None:
     assert result.evaluate() == pytest.approx(result.metrics)
     assert len(result.errors()) == TRAIN // 4
     assert len(result.errors(toy.train)) == TRAIN  # all of a file that is named
+
+
+def test_the_command_of_the_guide_holds_out_a_part_of_a_recipes_training_data() -> None:
+    (words,) = re.findall(r"`drivetrain train RECIPE (.*val_split=.*?)`", (ROOT / "docs" / "data.md").read_text())
+    pipeline = Pipeline.from_recipe("cifar10-quickstart", **parse_overrides(words.split()))
+    assert pipeline.data is not None
+    assert pipeline.data.held_out
+    assert pipeline.data.balance == "class"
+    with pytest.raises(RecipeError, match=r"both data to evaluate on.*: val=null, or val_split=null"):
+        Pipeline.from_recipe("cifar10-quickstart", val_split=0.1)
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

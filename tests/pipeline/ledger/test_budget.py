@@ -321,6 +321,12 @@ def test_what_is_refused_on_the_command_line_leaves_no_folder(toy: Toy, tmp_path
     with pytest.raises(PlanError, match=r"seconds=-1 \(--seconds"):
         measure(toy.pipeline(plain_model), -1.0, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    for options, why in (
+        ({"accuracy": True, "epochs": 0}, "epochs=0 must be"), ({"other_loader": "fcv"}, "must be a loader other than"),
+    ):  # fmt: skip
+        with pytest.raises(PlanError, match=why):
+            measure(toy.pipeline(plain_model), 5.0, tmp_path / "out", **options)
+        assert not (tmp_path / "out").exists()
 
 
 def interrupt_in_round(number: int, monkeypatch: pytest.MonkeyPatch) -> None:

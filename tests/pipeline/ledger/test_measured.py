@@ -68,6 +68,8 @@ def test_rows_follow_what_was_asked_for(toy: Toy) -> None:
     assert [variant.id for variant in group] == [in_turn("ddp × 2"), *OF_THE_WHOLE]
     checkpointed = toy.pipeline(loader="torch").distribute("single", activation_checkpointing=True)
     assert names(checkpointed)[1] == in_turn("activation checkpointing")
+    nothing = toy.pipeline(loader="torch").distribute("single", devices="auto", timeout=60.0, device="cpu")
+    assert names(nothing) == [PLAIN, *OF_THE_WHOLE]
 
 
 def test_a_stage_alone_and_the_whole_without_one(toy: Toy) -> None:

@@ -304,6 +304,10 @@ def test_early_stopping_is_lightnings(toy: Toy) -> None:
     assert [trainer.check_val_every_n_epoch for trainer in Validated.trainers] == [2]
     with pytest.raises(PlanError, match="on_nonfinite='skip' of the recipe needs Drivetrain's loop"):
         Pipeline.from_recipe(recipe, on_nonfinite="skip").to_lightning(epochs=1)
+    within = Pipeline.from_recipe(recipe, eval_every_steps=2)
+    with pytest.raises(PlanError, match=r"eval_every_steps=2 of the recipe needs Drivetrain's loop"):
+        within.to_lightning(epochs=1)
+    assert within.to_lightning(epochs=1, val_check_interval=2).trainer["val_check_interval"] == 2
 
 
 def test_torchs_settings_of_gpus_are_those_of_fit(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,6 +329,23 @@ def test_torchs_settings_of_gpus_are_those_of_fit(toy: Toy, monkeypatch: pytest.
     trained(pipeline, 1, Seen())
     assert {*Seen.settings} == {("high", True)}
     assert matmul_precision() == before != "high"
+
+
+def test_a_training_that_fails_leaves_torchs_random_state(toy: Toy) -> None:
+    """As one that ends; Lightning calls no hook of the module then."""
+    import lightning.pytorch as pl
+
+    class Fails(pl.Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+            raise ValueError("stopped here")
+
+    module, data, arguments, _ = toy.pipeline(plain_model).to_lightning(epochs=1, callbacks=[Fails()], **QUIET)
+    torch.rand(())  # so that the state is not that of a seed
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match="stopped here"):
+        pl.Trainer(**arguments).fit(module, data)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert module.trainer.global_step == 4
 
 
 def test_a_trainer_that_was_told_otherwise(toy: Toy) -> None:

@@ -95,6 +95,16 @@ def test_weights_that_are_not_to_be_had(tmp_path: Path, monkeypatch: pytest.Monk
         pretrained("resnet81", 5)
 
 
+@pytest.mark.parametrize(
+    ("weights", "name"), [("DEFAULT", "DEFAULT"), (torchvision.models.ResNet18_Weights.DEFAULT, "IMAGENET1K_V1")]
+)
+def test_published_weights_for_other_classes_name_the_model_that_has_them(weights: object, name: str) -> None:
+    pipeline = Pipeline("resnet18", num_classes=4, weights=weights)
+    remedy = rf'Pipeline\("pretrained", name="resnet18", num_classes=4, weights="{name}"\)'
+    with pytest.raises(PlanError, match=f"expected value 1000 but got 4 instead. .*{remedy}"):
+        build_model(pipeline, pipeline.transforms)
+
+
 def test_vit_s16_has_the_size_that_is_known() -> None:
     with torch.device("meta"):
         count = sum(parameter.numel() for parameter in vit_s16().parameters())

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from drivetrain import Pipeline, PlanError
+from drivetrain import CheckpointError, Pipeline, PlanError, StrategyError, strategies
 from drivetrain import transforms as t
 from drivetrain.pipeline import FitResult
 from drivetrain.strategies import Single, launch
+from drivetrain.strategies.launching.meeting import LostRankError
 from pipeline_data import (
     BATCH,
     CLASSES,
@@ -277,3 +278,14 @@ def test_a_model_of_a_script_without_a_main_guard(toy: Toy, tmp_path: Path) -> N
     assert "epoch 1/2" not in done.stderr
     assert done.stdout.endswith("the same\n")
     assert len(json.loads((out / "history.json").read_text())["epochs"]) == 2
+
+
+def test_a_lost_rank_is_named_and_not_what_that_leads_to(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a rank that was about to resume: the checkpoint is not to blame."""
+
+    def lost(*_: Any, **__: Any) -> Any:
+        raise LostRankError("Rank 1 does not answer.") from CheckpointError("It is incomplete. Start from scratch.")
+
+    monkeypatch.setattr(strategies, "launch", lost)
+    with pytest.raises(StrategyError, match=r"Rank 1 does not answer\.\nThere is no complete checkpoint"):
+        toy.pipeline().distribute("ddp", devices=2, device="cpu").fit(epochs=1, progress=False)

@@ -23,6 +23,7 @@ from drivetrain.pipeline.measuring.tuning.arena import Arena
 from drivetrain.transforms import EMA, Factorize
 from pipeline_data import BATCH, SIDE, Toy, batch_norm_model, evaluated, plain_model
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 FACTORIZED = Factorize(min_features=0, latent_features=2)
 OPTIONS: dict[str, Any] = {"progress": False}
@@ -75,6 +76,32 @@ def test_a_run_begins_with_weights(kind: str, toy: Toy, run: tuple[Path, FitResu
         "source": str(places[kind]), "loaded": len(state), "missing": [], "unexpected": [],
         "reshaped": [],
     }  # fmt: skip
+
+
+class Around(nn.Module):
+    """Its own names begin as those do that DistributedDataParallel makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = plain_model()
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.module(images)
+        return found
+
+
+def test_a_models_own_names_may_begin_with_module(toy: Toy, tmp_path: Path) -> None:
+    """Of its own file nothing is removed from them, and of one that was saved in parallel only the first."""
+    model = Around()
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 0.01)
+    state = model.state_dict()
+    save_file(state, tmp_path / "own.safetensors")
+    torch.save({f"module.{name}": value for name, value in state.items()}, tmp_path / "parallel.pth")
+    for file in ("own.safetensors", "parallel.pth"):
+        result = started_from(toy.pipeline(Around), tmp_path / file)
+        torch.testing.assert_close(result.model.state_dict(), state, rtol=0, atol=0)
+    assert toy.pipeline(Around).evaluate(tmp_path / "own.safetensors")["val_loss"] > 0
 
 
 def test_a_longer_run_from_a_finished_one(
@@ -182,6 +209,10 @@ def factorized_like(source: torch.nn.Module, result: FitResult) -> torch.nn.Modu
         ({"init_from": "CODE.pth"}, DataError, r"an object of posix\.mkdir.*Save the state dict alone"),
         ({"init_from": "WORDS.txt"}, PlanError, r"WORDS.txt is not a file of weights.*\.safetensors, \.pth"),
         ({"init_from": "RUN/model.safetensors", "out": "RUN"}, PlanError, "which the new run would overwrite"),
+        (
+            {"init_from": "RUN/model.safetensors", "out": "RUN", "resume": "auto"}, PlanError,
+            r"to continue the run in it, pass resume='auto' \(--resume\) without init_from",
+        ),
         ({"init_from": "OUT"}, CheckpointError, "has no model.safetensors"),
         ({"init_from": "DAMAGED.safetensors"}, DataError, "not a complete safetensors file"),
         ({"init_from": "OTHER.safetensors"}, PlanError, "Nothing to begin with.*loaded 0 of"),

@@ -112,6 +112,22 @@ def test_a_copy_of_the_data_elsewhere_with_a_model_that_no_recipe_names(toy: Toy
     assert first == second
 
 
+def test_options_of_callbacks_are_compared_but_not_their_files(toy: Toy) -> None:
+    """Ranks that decide by other options might wait for each other."""
+
+    def compared(*callbacks: dict[str, Any]) -> str:
+        options: dict[str, Any] = {"epochs": 1, "callbacks": [*callbacks]}
+        pipeline = Pipeline.from_recipe(toy.pipeline("cifar_resnet").to_recipe() | options)
+        return facts(resolve(pipeline), FitJob(**options))["fit(callbacks)"]
+
+    every_5 = {"name": "GradientNorms", "every": 5}
+    assert compared({"name": "EarlyStopping"}, every_5) == "EarlyStopping, GradientNorms(every=5)"
+    one, other = ({"name": "Profile", "out": f"{name}.json", "steps": 2} for name in "ab")
+    assert compared(one) == compared(other) == "Profile(steps=2)"
+    assert compared({"name": "callback_jobs:OnRankOne", "stop": 3}) == "OnRankOne(stop=3)"
+    assert compared({"name": "callback_jobs:OnRankOne", "stop": "/here/3"}) == "OnRankOne"
+
+
 def rest(pipeline: Any) -> dict[str, Any]:
     """The options of `load` but the files."""
     changed = pipeline.data.changed()

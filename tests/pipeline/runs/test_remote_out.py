@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from time import monotonic, sleep
 from typing import Any
 
@@ -28,7 +28,7 @@ from drivetrain.common.storage import addresses as sources
 from drivetrain.pipeline import TrainingInterrupted, TrainingPreempted, export, load_run
 from drivetrain.pipeline.apps.cli.training import _end_reported, _what_is_measured
 from drivetrain.pipeline.runs.checkpoints.remote import RemoteRun, opened
-from drivetrain.pipeline.runs.folder import uploading_from
+from drivetrain.pipeline.runs.folder import PublishResults, published, uploading_from
 from ledgers import made_up
 from object_store import SECRET, Store, object_store
 from PIL import Image
@@ -151,6 +151,41 @@ def test_a_ledger_that_cannot_be_uploaded_is_kept(tmp_path: Path, monkeypatch: p
         assert note == f"The ledger of 3 rounds is in file://{store}/ledger.json."
         assert ((store / "ledger.json").exists(), (folder / "ledger.json").exists()) == (not fails, fails)
     shutil.rmtree(folder)
+
+
+def test_what_comes_during_an_upload_is_uploaded_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the log until a checkpoint: who resumes from it on another machine has no other."""
+    folder, begun, continues, upload = tmp_path / "run", Event(), Event(), sources.RemoteFolder.upload
+
+    def slow(self: sources.RemoteFolder, path: Path, name: str) -> None:
+        begun.set()
+        continues.wait(10)
+        upload(self, path, name)
+
+    monkeypatch.setattr(sources.RemoteFolder, "upload", slow)
+    results = PublishResults(RemoteRun.create(folder, f"file://{tmp_path}/store"))
+    (folder / "model.safetensors").write_text("weights")
+    results.begin()
+    assert begun.wait(10)
+    (folder / "metrics.csv").write_text("step")
+    results.begin()
+    continues.set()
+    results.on_end(failed=False)
+    assert (tmp_path / "store/metrics.csv").read_text() == "step"
+
+
+def test_an_error_is_not_replaced_by_one_of_the_upload(tmp_path: Path) -> None:
+    """Also if the list of what was uploaded cannot be written, as on a full disk."""
+    folder = tmp_path / "run"
+    RemoteRun.create(folder, f"file://{tmp_path}/store")
+    (folder / "history.json").write_text("{}")
+    (folder / ".uploaded.json").mkdir()
+    with pytest.raises(ZeroDivisionError) as failed, published(folder):
+        raise ZeroDivisionError
+    assert failed.value.__notes__[0].startswith(f"Not all results could be uploaded; they are in {folder}.")
+    with pytest.raises(CheckpointError, match=f"The results are kept in {folder}"), published(folder):
+        pass
+    assert (folder / "history.json").exists()
 
 
 @pytest.mark.process
@@ -473,6 +508,38 @@ def test_a_checkpoint_that_cannot_be_fetched_is_not_passed_over(
     assert sorted((tmp_path / "store/checkpoints").rglob("*")) == before
     resumed = toy.pipeline().fit(epochs=2, out=out, progress=False, resume="auto")
     assert (resumed.history.facts["resumed"][0]["step"], numbers(resumed)) == (4, expected)
+
+
+def test_a_checkpoint_that_only_this_machine_has_is_not_removed_for_a_file_that_cannot_be_fetched(
+    toy: Toy, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several machines, each has uploaded its own files, and this one could not upload its `state.json`."""
+
+    def gone(*_: Any) -> None:
+        raise CheckpointError("The store is gone.")
+
+    def away(self: sources.RemoteFile, start: int, size: int) -> bytes:
+        if self.address.endswith("step-00000006/optimizer.safetensors"):
+            raise DataError(f"{self.address} cannot be read: no answer.")
+        return read(self, start, size)
+
+    out, read = f"file://{tmp_path}/store", sources.RemoteFile.read
+    expected = numbers(toy.pipeline().fit(epochs=2, progress=False))
+    with monkeypatch.context() as patch:
+        leaves = Does(5, lambda: patch.setattr(sources.RemoteFolder, "upload", gone))
+        with pytest.raises(CheckpointError, match=r"The store is gone.*kept in"):
+            toy.pipeline().fit(epochs=2, out=out, checkpoints=EVERY_2, callbacks=[leaves], progress=False)
+    (kept,) = cache.glob("runs/*/checkpoints/step-00000006")
+    there = tmp_path / "store/checkpoints/step-00000006"
+    there.mkdir(exist_ok=True)
+    (kept / "optimizer.safetensors").rename(there / "optimizer.safetensors")  # as one that another machine has written
+    with monkeypatch.context() as patch:
+        patch.setattr(sources.RemoteFile, "read", away)
+        with pytest.raises(CheckpointError, match=r"step-00000006/optimizer.safetensors cannot be read: no answer"):
+            toy.pipeline().fit(epochs=2, out=out, progress=False, resume="auto")
+    assert (kept / "state.json").exists()
+    resumed = toy.pipeline().fit(epochs=2, out=out, progress=False, resume="auto")
+    assert (resumed.history.facts["resumed"][0]["step"], numbers(resumed)) == (6, expected)
 
 
 def test_the_log_is_uploaded_with_each_checkpoint(toy: Toy, tmp_path: Path) -> None:

@@ -270,10 +270,24 @@ def test_values_that_cannot_be_ignored(value: Any, message: str) -> None:
         Segmentation(3, ignore_index=value)
 
 
-@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), F.cross_entropy, partial(F.nll_loss, ignore_index=11)])
-def test_a_loss_that_counts_what_is_ignored(loss: Any) -> None:
-    with pytest.raises(PlanError, match=r"makes pixels 255, which \w+ counts as a class. Pass the loss with"):
-        Segmentation(11, ignore_index=11, loss=loss)
-    assert Segmentation(11, loss=loss).ignored == (255,)
-    Segmentation(11, ignore_index=11, loss=nn.CrossEntropyLoss(ignore_index=255))
-    Segmentation(11, ignore_index=11, loss=lambda outputs, _: outputs.mean())
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), F.cross_entropy, partial(F.cross_entropy, ignore_index=11)])
+def test_one_of_torchs_losses_ignores_what_does_not_count(loss: Any) -> None:
+    """Whatever class index it ignores itself: -100, unless another is passed."""
+    rng = torch.Generator().manual_seed(0)
+    outputs = torch.randn(2, 11, 4, 4, generator=rng)
+    masks = torch.randint(11, (2, 4, 4), generator=rng, dtype=torch.uint8)
+    masks[0, 0], masks[1, 1] = 255, 11
+    task = Segmentation(11, ignore_index=11, loss=loss)
+    expected = F.cross_entropy(outputs, task.metric_targets(masks), ignore_index=255)
+    torch.testing.assert_close(task.loss(outputs, masks), expected)
+    assert task.mean(task.move(torch.device("cpu"))).denominator(masks) == 24
+    assert Segmentation(11, ignore_index=11, loss=lambda outputs, _: outputs.mean()).ignored == (255, 11)
+
+
+def test_classes_are_weighted_by_one_of_torchs_losses(files: Files) -> None:
+    weight = torch.tensor([0.5, 1.0, 2.0])
+    found = []
+    for ignored in (-100, 255):  # torch's default, and that of masks
+        task = Segmentation(3, loss=nn.CrossEntropyLoss(weight=weight, ignore_index=ignored))
+        found.append(pipeline_of(files).task(task).fit(epochs=1, progress=False))
+    assert_same_weights(*found)

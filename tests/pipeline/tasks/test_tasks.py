@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from drivetrain import Classification, MultiLabel, PlanError, Regression, Segmentation, Task
 from drivetrain.pipeline.runs.predictions import write_table
-from drivetrain.pipeline.tasks import get, to_dict
+from drivetrain.pipeline.tasks import TASKS, get, to_dict
 from drivetrain.pipeline.tasks.metrics import compute, pool, state_of, top
 from drivetrain.pipeline.tasks.nests import to_float
 from drivetrain.pipeline.tasks.task import update_metric
@@ -76,6 +76,16 @@ def test_classification_is_judged_as_by_hand() -> None:
     assert set(values(Classification(), [(torch.randn(4, 5), torch.arange(4))], 5)) == {"top1"}
     assert torch.equal(Classification().predict(logits), logits.softmax(1))
     assert Classification().loss(logits, targets) == F.cross_entropy(logits, targets)
+
+
+class Judged(Classification):
+    DEFAULT_METRICS = ("top1", "f1")
+
+
+def test_a_derived_task_has_its_own_default_metrics() -> None:
+    """Also of few classes, of which the default of `Classification` has no top5."""
+    assert [set(Judged().meters(width)) for width in (3, 10)] == [{"top1", "f1"}] * 2
+    assert Judged().names == ("top1", "f1")
 
 
 @pytest.mark.parametrize("task", [Classification, MultiLabel, Regression, Segmentation])
@@ -341,6 +351,11 @@ def test_refused(case: str) -> None:
     make, words = REFUSED[case]
     with pytest.raises(PlanError, match=words):
         make()
+
+
+def test_a_task_in_a_file_of_its_own_needs_only_a_line_in_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TASKS, "Task", "task")
+    assert type(get("Task")) is Task
 
 
 def test_a_metric_of_several_numbers_is_refused() -> None:

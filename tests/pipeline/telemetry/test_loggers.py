@@ -411,8 +411,14 @@ def test_a_run_that_failed_has_failed_in_the_services(
         def on_epoch_end(self, view: RunView) -> None:
             raise ValueError(f"at step {view.step}")
 
+        def on_fit_end(self, view: RunView) -> None:
+            view.log({"failed": float(view.failed)})
+
     _, mlflow = logging_services
     with pytest.raises(ValueError, match="at step 4"):
         fit(toy.pipeline(), 1, out=tmp_path, logger=["mlflow", "wandb"], callbacks=[Broken()])
-    assert mlflow.get_run((tmp_path / "mlflow-run.txt").read_text().strip()).info.status == "FAILED"
+    run = mlflow.get_run((tmp_path / "mlflow-run.txt").read_text().strip())
+    assert run.info.status == "FAILED"
+    assert run.data.metrics["failed"] == 1  # before the run of the service ended
+    assert mlflow.active_run() is None
     assert [each.exit.exit_code for each in wandb_records(tmp_path) if each.HasField("exit")] == [1]

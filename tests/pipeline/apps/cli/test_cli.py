@@ -58,6 +58,13 @@ WRONG = {
     "a command": (["tran"], "No such command 'tran'. Did you mean 'train'?"),
     "an option": (["train", "baseline", "--ot", "x"], "No such option '--ot'. (Did you mean one of: '--out',"),
     "an option with its value": (["ledger", "--second=3"], "No such option '--second'. Did you mean '--seconds'?"),
+    "a value as an option": (
+        ["train", "baseline", "--batch-size", "8"],
+        "No such option '--batch-size'. Values of the recipe are passed as batch_size=….",
+    ),
+    "a value within another": (
+        ["race", "baseline", "--lr=0.1"], "No such option '--lr'. Values of the recipe are passed as optimizer.lr=….",
+    ),
     "an option of no command": (["--versio"], "Did you mean '--version'?"),
     "too few": (["export", "a"], "Missing argument 'OUT'."),
     "too many": (["recipes", "a", "b"], "unexpected extra argument (b)."),
@@ -213,7 +220,7 @@ def test_what_is_unknown_is_one_line(toy: Toy, tmp_path: Path) -> None:
     for end, message in zip(refused, messages, strict=True):
         assert message in end.line
     logger, empty = call_several(
-        ["train", "cifar10-quickstart", *toy_values(toy), "--logger", "csv"],
+        ["train", "cifar10-quickstart", *toy_values(toy), "--logger", "csv", "--tune", "9999"],  # not after tuning
         ["train", "cifar10-quickstart", *toy_values(toy), "--out", ""],
     )
     assert "Pass fit(out=…) (--out)" in logger.err

@@ -392,6 +392,7 @@ WRONG: dict[str, tuple[str, list[str], dict[str, Any], str]] = {
     "no image": ("kubernetes", [], {"image": None}, "Pass --image"),
     "an image for ray": ("ray", [], {"image": "a"}, "for ray has no --image"),
     "a time for ray": ("ray", [], {"time": "10"}, "for ray has no --time"),
+    "a name for ray": ("ray", [], {"name": "mine"}, "for ray has no --name"),
     "a bad time": ("slurm", [], {"time": "10h"}, "--time '10h' must be minutes, HH:MM:SS"),
     "no time": ("kubernetes", [], {"time": "00:00:00"}, "--time 00:00:00 would end the job at once"),
     "a time with a line": ("slurm", [], {"time": "10\n#SBATCH --x"}, "--time '10"),

@@ -124,7 +124,7 @@ def test_runs_are_trained_skipped_and_their_failures_reported(toy: Toy, tmp_path
     assert "1 of 3 runs are finished already." in end.err
     *good, bad = json.loads(end.out)["combinations"]
     assert [one["values"]["optimizer.lr"] for one in good] in (["0.01", "0.02"], ["0.02", "0.01"])
-    assert [(len(one["runs"]), one["runs"][0]["failure"]) for one in good] == [(1, "")] * 2
+    assert [(len(one["runs"]), one["runs"][0]["failure"], one["runs"][0]["seed"]) for one in good] == [(1, "", "0")] * 2
     assert bad["mean"] is None
     assert "NonFiniteError" in bad["runs"][0]["failure"]
 

@@ -373,7 +373,10 @@ def test_ranks_keep_the_points_of_rank_0(toy: Toy) -> None:
 
 def test_callbacks_of_a_recipe_that_only_look_are_left_out(toy: Toy, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
-    looking = [{"name": "GradientNorms", "every": 1}, {"name": "Profile", "out": str(trace), "start": 0, "steps": 1}]
+    looking = [
+        {"name": "GradientNorms", "every": 1}, {"name": "Profile", "out": str(trace), "start": 0, "steps": 1},
+        {"name": "callback_jobs:Logs"},
+    ]  # fmt: skip
     recipe = toy.named().replace(epochs=1).to_recipe() | {"logger": "csv", "callbacks": looking}
     race = Pipeline.from_recipe(recipe).race(target=0.1, seeds=1, against=[], progress=False)
     assert [run.failed for run in race.runs] == [""]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from drivetrain import Classification, LedgerError, Pipeline, PlanError
 from drivetrain.pipeline import Tuned
+from drivetrain.pipeline.apps.cli.options import _plain_warnings
 from drivetrain.pipeline.describe.config import FitOptions
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.measuring.tuning import tune as tune_module
@@ -238,6 +239,19 @@ def test_a_folder_that_cannot_be_written_costs_no_result(pipeline: Pipeline, own
     with pytest.warns(UserWarning, match="The next call will measure again"):
         keep(pipeline)
     assert kept_of(pipeline).read() is None
+
+
+@pytest.mark.filterwarnings("always")
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_command_prints_the_warning_in_one_line_unless_it_is_quiet(
+    pipeline: Pipeline, capsys: pytest.CaptureFixture[str], quiet: bool
+) -> None:
+    keep(pipeline).write_text("{")
+    with _plain_warnings(hidden=quiet):
+        assert kept_of(pipeline).read() is None
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == (not quiet)
+    assert all(line.startswith("KeptWarning: ") and line.endswith("the file is replaced.") for line in lines)
 
 
 def test_every_verdict_is_kept_when_it_is_known(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from drivetrain import DataError, PlanError
 from drivetrain.pipeline.measuring.tuning.lr_range import LRRange
+from drivetrain.transforms import InfoBatch, ProgressiveResizing
 from pipeline_data import Toy, batch_norm_model, numbers, plain_model
 
 
@@ -45,6 +46,15 @@ def test_groups_keep_their_ratio_and_nothing_is_changed(toy: Toy) -> None:
     assert torch.equal(torch.get_rng_state(), random)
     torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
     assert numbers(pipeline.fit(epochs=1, progress=False)) == expected
+
+
+def test_a_pipeline_without_a_number_of_epochs_is_not_too_short(toy: Toy) -> None:
+    """As most pipelines in Python, which `fit` gives one. With one epoch, these methods would be refused."""
+    for method in (ProgressiveResizing(), InfoBatch()):
+        pipeline = toy.pipeline().transform(method)
+        assert len(pipeline.lr_range(lowest=1e-4, highest=1e-2, steps=10).lrs) == 10
+        with pytest.raises(PlanError, match="with epochs=1 none"):
+            pipeline.replace(epochs=1).lr_range(steps=10)
 
 
 @pytest.mark.process

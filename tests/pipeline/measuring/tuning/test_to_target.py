@@ -16,8 +16,10 @@ from drivetrain.pipeline.measuring.tuning import to_target
 from drivetrain.pipeline.measuring.tuning.candidates import Candidate
 from drivetrain.pipeline.measuring.tuning.candidates import candidates as changes_of_speed
 from drivetrain.pipeline.measuring.tuning.candidates import to_target as changes_to_target
+from drivetrain.pipeline.measuring.tuning.kept import Results
 from drivetrain.pipeline.measuring.tuning.result import Tried, Tuned
 from drivetrain.pipeline.measuring.tuning.to_target import PAIRS, judged
+from drivetrain.pipeline.runs.facts import facts_of
 from drivetrain.pipeline.telemetry.history import Monitor
 from pipeline_data import Sleepy, Toy
 
@@ -173,6 +175,21 @@ def test_the_budget_is_kept_and_the_file_continues(toy: Toy, tmp_path: Path) -> 
     assert pipeline.tune(seconds=1, **options).trials[0].reason == "known"
     with pytest.raises(Exception, match="target"):
         pipeline.tune(seconds=2, **options | {"target": 0.5})
+
+
+def test_a_search_that_ends_early_is_continued_by_a_larger_budget(toy: Toy, tmp_path: Path) -> None:
+    """Of two changes, the second one shows that the pipeline does not reach the target from each seed."""
+    pipeline, file = toy.pipeline().optimize("sgd", lr=1e-9).replace(epochs=1), tmp_path / "tuned.json"
+    facts = facts_of(resolve(pipeline)) | {"allow": ["batch_size"], "target": 0.999, "epochs": 1}
+    first = Tried("batch_size=16", "step", "dropped", 0.9, 0.8, 0.95, 4)
+    Tuned(pipeline, [first], facts=facts).save(file)
+    tuned = pipeline.tune(seconds=60, target=0.999, allow=("batch_size",), out=file, progress=False)
+    assert "Pass a lower target" in tuned.stopped
+    second = Tried("batch_size=64", "step", "not tried", reason="the search ended before it")
+    assert tuned.trials == [first, second]
+    kept = Results(None, facts, again=True).read()
+    assert kept is not None
+    assert (kept.answers(60), kept.answers(61)) == (True, False)
 
 
 def test_what_it_cannot_tune(toy: Toy) -> None:

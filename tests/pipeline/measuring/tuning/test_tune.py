@@ -23,11 +23,11 @@ from drivetrain.pipeline.ledger.variant import Trial, VariantId
 from drivetrain.pipeline.measuring.runner import Failed, _boot
 from drivetrain.pipeline.measuring.tuning.arena import Arena, Contender, collective_seconds
 from drivetrain.pipeline.measuring.tuning.candidates import fitting
-from drivetrain.pipeline.measuring.tuning.result import Tuned
-from drivetrain.pipeline.measuring.tuning.tune import Tuner
+from drivetrain.pipeline.measuring.tuning.result import Tried, Tuned
+from drivetrain.pipeline.measuring.tuning.tune import Tuner, recalled
 from drivetrain.pipeline.measuring.variants import with_data
 from drivetrain.pipeline.runs.facts import facts_of
-from drivetrain.transforms import LabelSmoothing
+from drivetrain.transforms import ChannelsLast, LabelSmoothing
 from pipeline_data import Sleepy, Toy, living_threads, plain_model
 from process_state import running_children, wait_until_ended
 from tuning_models import Hungry, Informed
@@ -123,6 +123,36 @@ def test_the_command_writes_a_recipe_that_trains(toy: Toy, tmp_path: Path) -> No
     assert recipe.get("out") is None  # training it shall not replace the run of the first recipe
     assert Pipeline.from_recipe(recipe).plan().steps
     assert call("train", str(out / "tuned.yaml"), "epochs=1").code == 0
+
+
+def test_what_was_accepted_is_recalled_without_a_trial(toy: Toy, tmp_path: Path) -> None:
+    pipeline, file = pipeline_of(toy), tmp_path / "tuned.json"
+    assert recalled(pipeline, file) is pipeline
+    facts = facts_of(resolve(pipeline)) | {"allow": [], "target": None, "epochs": None}
+    trials = [
+        Tried("ChannelsLast", "step", "accepted", 1.2, 1.1, 1.3, 4),
+        Tried("compile=True", "step", "dropped", 0.8, 0.7, 0.9, 4),
+        Tried("workers=77", "data", "undecided", 1.1, 1.0, 1.2, 4),
+    ]
+    Tuned(pipeline, trials, facts=facts).save(file)
+    assert resolve(recalled(pipeline, file)).steps == resolve(pipeline.transform(ChannelsLast())).steps
+    with pytest.raises(LedgerError, match="is of another seed:"):
+        recalled(pipeline.replace(seed=1), file)
+
+
+@pytest.mark.long
+def test_a_run_that_resumes_is_not_tuned_again(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change that is accepted only now may be another training, which the checkpoint does not fit."""
+    command = ["train", "cifar10-quickstart", *toy_values(toy), "--tune", "0.4", "--out", str(tmp_path), "--quiet"]
+    first = call(*command)
+    assert (first.code, first.err, (tmp_path / "tuned.json").exists()) == (0, "", True)
+
+    def search(_: Tuner) -> None:
+        raise AssertionError("it was tuned again")
+
+    monkeypatch.setattr(Tuner, "run", search)
+    again = call(*command, "--resume")
+    assert (again.code, again.out, again.err) == (0, first.out, "")
 
 
 @pytest.mark.slow

@@ -19,8 +19,8 @@ from drivetrain.pipeline.measuring.race.result import Point, RaceResult, RaceRun
 from drivetrain.pipeline.measuring.tuning.candidates import ALLOW, Candidate, allowed, candidates, fitting, remembered
 from drivetrain.pipeline.measuring.tuning.result import Tried, Tuned, TuneInterrupted, read_trials, verdicts
 from drivetrain.pipeline.measuring.tuning.to_target import PAIRS, judged
-from drivetrain.pipeline.measuring.tuning.tune import Tuner
-from drivetrain.transforms import ChannelsLast
+from drivetrain.pipeline.measuring.tuning.tune import Tuner, _allowed
+from drivetrain.transforms import ChannelsLast, ProgressiveResizing
 from pipeline_data import TRAIN, Toy, plain_model
 from tuning_arenas import Simulated, slow_collective, slow_decode, slow_disk, slow_step, the_same
 
@@ -327,6 +327,22 @@ def test_the_budget_ends_it_with_every_change_in_the_report(spec: PipelineSpec) 
     assert "The model is the bottleneck" in str(result)
 
 
+class Ending(Simulated):
+    """The time is over when the bottleneck is measured again, after the first accepted change."""
+
+    def limits(self, contender: Any) -> dict[str, float]:
+        if len(self.opened) > 1:
+            raise OutOfTime
+        return super().limits(contender)
+
+
+def test_limits_are_those_of_the_tuned_pipeline_or_unknown(spec: PipelineSpec) -> None:
+    result = tuned(spec, Ending(slow_step))
+    assert [one.name for one in result.accepted] == ["ChannelsLast"]
+    assert (result.limits, result.before) == ({}, pytest.approx(1 / 3))
+    assert result.bound == "The bottleneck is not known: there was no time to measure it."
+
+
 def done(result: Tuned) -> int:
     """The rounds of changes with a verdict."""
     return sum(one.rounds for one in result.trials if one.outcome in ("accepted", "dropped"))
@@ -492,6 +508,20 @@ def test_what_cannot_be_allowed_is_refused(validated: PipelineSpec) -> None:
         allowed(resolve(validated.distribute("single", precision="bf16")), ("precision",))
 
 
+def test_short_trainings_that_are_too_short_are_refused_before_any_trial(validated: PipelineSpec) -> None:
+    why = "with epochs=1 none would have full size"
+    with pytest.raises(PlanError, match=why):
+        _allowed(resolve(validated.transform(ProgressiveResizing())), ("precision",), 1)
+    (change,) = (one for one in _allowed(resolve(validated), ("resolution",), 1) if one.name == "ProgressiveResizing")
+    arena = Simulated(the_same)
+    tuner = Tuner(validated, arena, [change], [], {})  # type: ignore[arg-type]
+    tuner.run()
+    tuner.close()
+    (row,) = tuner.result().trials
+    assert (row.outcome, row.rounds, [entry.name for entry in arena.opened]) == ("failed", 0, ["as given"])
+    assert why in row.reason
+
+
 def test_a_row_has_the_interval_that_decided(spec: PipelineSpec) -> None:
     """Accepted ones exclude 1, dropped ones a gain, and the others have no verdict; two rounds give no interval."""
     for seed in range(5):
@@ -552,3 +582,14 @@ def test_the_picture_has_every_trial() -> None:
     assert [1.08, 1.16] in [list(span) for span in spans]
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["accepted", "dropped"]
     assert "before 1,200, now 1,340, loader alone 5,000" in axes.get_title(loc="left")
+
+
+def test_the_picture_has_reasons_as_they_are(tmp_path: Path) -> None:
+    """Between two dollars, matplotlib would read mathematics, and fail for two subscripts."""
+    pytest.importorskip("matplotlib")
+    failed = Tried("workers=4", "data", "failed", reason="set $A_B_C or $D")
+    tuned = Tuned(Pipeline(plain_model).load("a.beton", batch_size=8, image_size=8), [failed])
+    tuned.save(tmp_path / "tuned.png")
+    assert (tmp_path / "tuned.png").exists()
+    (axes,) = tuned.picture().axes
+    assert [text.get_text() for text in axes.texts] == [r"  failed: set \$A_B_C or \$D"]

@@ -15,7 +15,7 @@ from command_line import call, toy_values
 from drivetrain import Classification, Contrastive, DataError, Pipeline, PlanError, Segmentation
 from drivetrain.loaders import FFCVLoader, convert
 from drivetrain.pipeline.runs.analysis.batch import ShownBatch
-from drivetrain.transforms import CutMix, MixUp, ProgressiveResizing
+from drivetrain.transforms import CutMix, InfoBatch, MixUp, ProgressiveResizing
 from PIL import Image
 from pipeline_data import BATCH, SIDE, TRAIN, Toy, plain_model
 from torch import nn
@@ -102,6 +102,15 @@ def test_nothing_of_the_process_changes(toy: Toy) -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert [len(each) for each in (batch.pictures, batch.texts)] == [3, 3]
     assert set(batch.texts) <= set("abcd")
+
+
+def test_without_a_number_of_epochs_none_is_too_short(toy: Toy) -> None:
+    """As of most pipelines in Python, which `fit` gives one. A training of one epoch is refused with these methods."""
+    for method, side in ((ProgressiveResizing(), SIDE // 2), (InfoBatch(), SIDE)):
+        pipeline = toy.pipeline().transform(method)
+        assert pipeline.show_batch(samples=2).pictures[0][0].shape == (side, side, 3)
+        with pytest.raises(PlanError, match="with epochs=1 none"):
+            pipeline.show_batch(epochs=1)
 
 
 def test_views_stand_beside_each_other(toy: Toy) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from callback_jobs import OnRankOne
 from command_line import call
 from drivetrain import DataError, Pipeline, Regression
 from drivetrain.pipeline import EarlyStopping, compare_runs, load_run
@@ -73,6 +74,21 @@ def test_the_recipe_of_a_run_has_its_options_of_fit_but_not_its_folder(toy: Toy,
     assert compare_runs([tmp_path / "second", result]).differences == {}
     again = Pipeline.from_recipe(tmp_path / "second/recipe.yaml").fit(out=tmp_path / "third", progress=False)
     assert again.history.epochs[-1].loss == result.history.epochs[-1].loss
+
+
+def test_the_recipe_of_a_run_names_custom_callbacks_as_they_were_given(toy: Toy, tmp_path: Path) -> None:
+    """Not with the options that the recipe has for the class; of an object, the options are not known."""
+
+    def callbacks_of(pipeline: Pipeline, *given: Any) -> Any:
+        pipeline.fit(epochs=1, out=tmp_path, progress=False, checkpoints=None, callbacks=[*given])
+        return yaml.safe_load((tmp_path / "recipe.yaml").read_text()).get("callbacks", [])
+
+    one, other = ({"name": "callback_jobs:OnRankOne", "stop": step} for step in (8, 9))
+    plain = toy.pipeline(plain_model)
+    named = Pipeline.from_recipe(plain.to_recipe() | {"epochs": 1, "callbacks": [one]})
+    assert callbacks_of(plain, other) == [other]
+    assert callbacks_of(named, other) == [other]
+    assert callbacks_of(named, OnRankOne(stop=9)) == []
 
 
 def test_unfinished_and_damaged_runs_have_a_row_and_a_reason(runs: Path, tmp_path: Path) -> None:
