@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ...common.errors import DataError
 from ...common.threads import in_order
 from ..beton.data_set import open_files
+from ..beton.image_modes import RGB, channels_text
 from ..beton.layout import MODE_JPEG
 from ..beton.reader import open_beton
 from ..conversion.convert import convert
@@ -90,6 +91,11 @@ def _open_folder(folder: Path) -> DataSet:
 
 def _open_betons(source: str) -> DataSet:
     files = open_files(source)
+    if (files.channels, files.depth) != RGB:
+        raise DataError(
+            f"{source} has images of {channels_text(files.channels, files.depth)}, which are stored as raw pixels of "
+            "one size: there are no formats to compare."
+        )
 
     def stored(number: int) -> Any:
         beton, own = files.locate(number)
@@ -192,6 +198,7 @@ def disk_rate(file: Converted, threads: int, seconds: float, seed: int) -> float
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # no other images in advance
         if any(_in_memory(descriptor, places[number][0]) for number in order[:_PROBED]):
+            _into_memory(descriptor)
             return None
         start, numbers = perf_counter(), itertools.count()
 
@@ -207,7 +214,16 @@ def disk_rate(file: Converted, threads: int, seconds: float, seed: int) -> float
 
         with closing(in_order(read, range(threads), threads, "drivetrain-read")) as counts:
             images = sum(counts)
-        return images / (perf_counter() - start)
+        rate = images / (perf_counter() - start)
+        _into_memory(descriptor)
+        return rate
+
+
+def _into_memory(descriptor: int) -> None:
+    """Read a file whole, so that the next trial of the loader does not read from disk what this one has dropped."""
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+    while os.read(descriptor, 1 << 20):
+        pass
 
 
 def _in_memory(descriptor: int, place: int) -> bool:

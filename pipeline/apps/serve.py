@@ -291,10 +291,10 @@ def _bound(host: str, port: int) -> socket.socket:
         except OSError:
             listener.close()
             raise
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: of what cannot be a host's name, such as a..b
         raise PlanError(
-            f"Port {port} of {host} cannot be opened: {error.strerror or error}. Pass another --port (0: a free one), "
-            "or the --host of this machine."
+            f"Port {port} of {host} cannot be opened: {getattr(error, 'strerror', None) or error}. Pass another --port "
+            "(0: a free one), or the --host of this machine."
         ) from error
     return listener
 

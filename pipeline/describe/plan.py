@@ -116,7 +116,9 @@ def lay_out(
     eval_size = f" ({_pixels(data.eval_size)} px in evaluation)" if data.eval_size != data.image_size else ""
     scaled = optimization.at(data.batch_size)
     built = spec.model if isinstance(spec.model, nn.Module) else None
-    split = batch_norm_caution(how, data.batch_size, built)
+    # The model here is the one before surgery: layers that will have the statistics of small groups are of no concern.
+    grouped = any(transform.groups_statistics for transform in transforms)
+    split = "" if grouped else batch_norm_caution(how, data.batch_size, built)
     fields = f", with the fields {', '.join(data.loading.fields)}" if data.loading.fields else ""
     steps = [
         Step(f"load {files_of(data.train)}", ".load()", f"{data.loader} loader, global batch of {data.batch_size}, "

@@ -75,8 +75,14 @@ def _flat(row: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:
             known = [name for name in names_of(len(value), classes) if name in value]  # in the order of the classes
             flat |= {f"{key}.{name}": value[name] for name in dict.fromkeys([*known, *value])}
         else:
-            flat[key] = str(value) if key == "image" else value
+            text = str(value) if key == "image" else value
+            flat[key] = _utf8(text) if isinstance(text, str) else text
     return flat
+
+
+def _utf8(text: str) -> str:
+    """Return a text as a table can have it: bytes in the name of a file that are not UTF-8 become U+FFFD."""
+    return text.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def _cell(value: Any) -> Any:

@@ -90,6 +90,9 @@ def choose_zero(stage: int | None, offload: str | None, nvme_path: str | None, c
     for part, where in given.items():
         if offload is not None and offload != where["device"]:
             raise _contradiction("deepspeed", f"zero_optimization.{part}", where["device"], f"offload={offload!r}")
+        if nvme_path is not None and str(path := where.get("nvme_path", nvme_path)) != str(nvme_path):
+            argument = f"nvme_path={str(nvme_path)!r}"
+            raise _contradiction("deepspeed", f"zero_optimization.{part}.nvme_path", path, argument)
     devices = {part: offload or given.get(part, {}).get("device") for part in parts}
     optimizer, parameters = map(devices.get, _PARTS)
     paths = [where["nvme_path"] for where in given.values() if "nvme_path" in where]

@@ -108,12 +108,23 @@ def join_group(
             torch.cuda.set_device(0 if here == 1 else own)
     limit = timedelta(seconds=timeout)
     if init_method != "env://":
-        dist.init_process_group(backend, timeout=limit, init_method=init_method, rank=rank, world_size=ranks)
+        store = _rendezvous(init_method, ranks, limit)
+        dist.init_process_group(backend, timeout=limit, rank=rank, world_size=ranks, **store)
         _wait_until_all_joined(Wait(timeout))
         return None
     meeting = meeting or meet(timeout)
     _connect_all(backend, meeting, rank, timeout)
     return meeting
+
+
+def _rendezvous(init_method: str, ranks: int, limit: timedelta) -> dict[str, Any]:
+    """Return where torch finds the other ranks. In a path, it would take ? and # for the begin of other parts of an
+    address."""
+    if not init_method.startswith("file://"):
+        return {"init_method": init_method}
+    store = dist.FileStore(init_method.removeprefix("file://"), ranks)  # type: ignore[attr-defined]
+    store.set_timeout(limit)
+    return {"store": dist.PrefixStore("default_pg", store)}  # type: ignore[attr-defined]
 
 
 def _connect_all(backend: str, meeting: Meeting, rank: int, timeout: float) -> None:

@@ -186,7 +186,7 @@ def launch(
                 time.sleep(0.01)
             return [_load_result(rank) for rank in ranks]
         except KeyboardInterrupt as interrupt:
-            raise (_answer_to_interrupt(ranks, patience, saves) or interrupt) from None
+            raise (_answer_to_interrupt(ranks, collected, patience, saves) or interrupt) from None
 
 
 def _call_here(
@@ -333,15 +333,15 @@ def _first_cause(ranks: list[Rank], stacks: Stacks) -> StrategyError:
     return error
 
 
-def _answer_to_interrupt(ranks: list[Rank], patience: float, saves: bool) -> KeyboardInterrupt | None:
+def _answer_to_interrupt(ranks: list[Rank], stacks: Stacks, patience: float, saves: bool) -> KeyboardInterrupt | None:
     """Forward Ctrl-C and wait , as `launch` documents; return rank 0's KeyboardInterrupt if it sent one."""
     if saves:
         with suppress(KeyboardInterrupt):  # the second one, which the ranks receive, too
-            return _wait_after_interrupt(ranks, patience, saves=True)
-    return _wait_after_interrupt(ranks, patience, saves=False) if patience else None
+            return _wait_after_interrupt(ranks, stacks, patience, saves=True)
+    return _wait_after_interrupt(ranks, stacks, patience, saves=False) if patience else None
 
 
-def _wait_after_interrupt(ranks: list[Rank], patience: float, saves: bool) -> KeyboardInterrupt | None:
+def _wait_after_interrupt(ranks: list[Rank], stacks: Stacks, patience: float, saves: bool) -> KeyboardInterrupt | None:
     _signal(ranks, signal.SIGINT)
     first = ranks[0]
     deadline = math.inf if saves else time.monotonic() + patience
@@ -350,6 +350,7 @@ def _wait_after_interrupt(ranks: list[Rank], patience: float, saves: bool) -> Ke
         _look(ranks)
         if all(rank.report for rank in ranks):
             break
+        stacks.look(_running(ranks))  # SIGQUIT: of a rank that hangs while it saves
         if any(rank.report and rank.report.kind == "died" for rank in ranks):
             deadline = min(deadline, time.monotonic() + patience)
     error = _load_exception(first) if first.report and first.report.kind == "error" else None
@@ -377,7 +378,8 @@ def _load_result(rank: Rank) -> Any:
 
 def start_interpreter(environment: dict[str, str], job: int, answer: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-c", BOOT, str(job), str(answer)],
+        # -P: not with modules of this folder, such as a json.py, before the standard library.
+        [sys.executable, "-P", "-c", BOOT, str(job), str(answer)],
         stdin=subprocess.PIPE,
         pass_fds=[job, answer],
         env=environment,

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import random
 import signal
 import subprocess
@@ -164,6 +165,17 @@ def test_raw_pixels_stay_raw_and_equal_formats_are_left_out(scratch: Path, tmp_p
     assert measured.rows[0].bytes_per_image == 40 * 40 * 3
 
 
+def test_a_beton_of_other_images_is_refused(tmp_path: Path, scratch: Path) -> None:
+    """It would be measured as RGB, of three times the bytes."""
+    images = np.stack([picture(seed, 40, 40)[..., 0] for seed in range(8)])
+    for mode, stored in (("L", images), ("I;16", images.astype(np.uint16))):
+        path = tmp_path / f"{mode[0]}-other.beton"
+        convert((stored, np.zeros(8, np.int64)), path, image_mode=mode, progress=False)
+        with pytest.raises(DataError, match=r"other.beton has images of 1 channel of (8|16) bits.*no formats"):
+            advise(path, scratch=scratch, **QUICK)
+    assert list(scratch.iterdir()) == []
+
+
 def test_images_that_are_not_jpeg_lose_quality_as_jpeg(scratch: Path, tmp_path: Path) -> None:
     (tmp_path / "flat").mkdir()
     for seed in range(5):
@@ -300,6 +312,16 @@ def test_the_disk_is_read_or_known_to_be_unknown(photos: Path, tmp_path: Path) -
     finally:
         for one in shared.glob(f"{path.name}*"):
             one.unlink()
+
+
+def test_a_trial_of_the_disk_leaves_the_file_in_memory(photos: Path, tmp_path: Path) -> None:
+    """Else the loader's next trial would read from disk, and its rate would be given as that of the CPU."""
+    file = converted(open_data_set(photos).sample(18), tmp_path / "a.beton", {}, 1)
+    if disk_rate(file, 1, 0.0, 0) is None:
+        pytest.skip("this system does not report what is in memory")
+    with file.path.open("rb") as opened:
+        for place in file.pointers.tolist():
+            os.preadv(opened.fileno(), [bytearray(1)], place, os.RWF_NOWAIT)  # raises BlockingIOError if it is not
 
 
 def test_a_sample_is_the_same_in_every_call(photos: Path) -> None:

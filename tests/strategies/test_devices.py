@@ -1,5 +1,6 @@
 """Assignment of GPUs to ranks, without a GPU: torch's answers about GPUs are replaced, and are not under test."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -122,7 +123,7 @@ def test_two_ranks_on_one_gpu_are_told_so_on_all(gpus: Any, monkeypatch: pytest.
     [("cpu", "gloo", []), ("cuda", "cpu:gloo,cuda:nccl", [1]), (None, "cpu:gloo,cuda:nccl", [1])],
 )
 def test_the_backend_follows_the_device(
-    gpus: Any, monkeypatch: pytest.MonkeyPatch, device: str | None, backend: str, current: list[int]
+    gpus: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str | None, backend: str, current: list[int]
 ) -> None:
     """A strategy on the CPU touches no GPU, on a machine that has some."""
     calls, joined = gpus(4), []
@@ -130,7 +131,7 @@ def test_the_backend_follows_the_device(
     monkeypatch.setattr(group, "_wait_until_all_joined", lambda _: None)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    group.join_group("file:///nowhere", device=device)
+    group.join_group(f"file://{tmp_path}/store", device=device)
     assert (joined, calls) == ([backend], current)
 
 

@@ -135,3 +135,12 @@ def work_until(place: Path) -> str:
     while not place.exists():
         time.sleep(0.05)
     return place.read_text()
+
+
+def save_until(place: Path) -> None:
+    """Work, and after Ctrl-C, as if to save, until the file is there."""
+    try:
+        work_until(place.with_name("never"))
+    except KeyboardInterrupt:
+        work_until(place)
+        raise

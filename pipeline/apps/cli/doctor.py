@@ -171,7 +171,7 @@ def reachable_host() -> Finding:
 def host_address() -> str | None:
     try:
         return socket.gethostbyname(platform.node())
-    except OSError:
+    except (OSError, UnicodeError):  # UnicodeError: of a name with a part of more than 63 letters, or an empty one
         return None
 
 

@@ -54,10 +54,13 @@ def job(
         numbers = ", ".join(map(str, made.left_out))
         say("Note", f"The batch cannot be divided among the GPUs of {numbers} nodes: a job that gets so many fails.")
     if lacking := schedulers.SCHEDULERS[scheduler].unmounted(made):
-        mounted = f"only {made.top_folder}" if made.top_folder else "nothing, because --out is an address"
+        in_slurm = scheduler == "slurm"
+        there = [*["the folder where it is submitted"] * in_slurm, *filter(None, [made.top_folder])]
+        mounted = f"only {' and '.join(there)}" if there else "nothing, because --out is an address"
         say(
             "Note",
-            f"The machines do not have the data {', '.join(lacking[:3])}{', …' * (len(lacking) > 3)}: the file mounts "
-            f"{mounted}. Pass the data's address, put it into the image, or mount its folder in the file.",
+            f"The {'containers' if in_slurm else 'machines'} do not have the data {', '.join(lacking[:3])}"
+            f"{', …' * (len(lacking) > 3)}: the file mounts {mounted}. Pass the data's address, put it into the "
+            "image, or mount its folder in the file.",
         )
     print(text, end="")

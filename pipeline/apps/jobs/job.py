@@ -28,7 +28,8 @@ TORCHRUN_PORT = 29400
 # Options of torchrun, so that it forwards signals and waits while the ranks save.
 SIGNALS = f"--signals-to-handle SIGTERM,SIGINT,SIGUSR1 --shutdown-timeout {SHUTDOWN_SECONDS}"
 
-_NAME = re.compile(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?")
+# Not a word that YAML reads as a truth value, or as nothing.
+_NAME = re.compile(r"(?!(?:null|true|false|yes|no|on|off|y|n)\Z)[a-z]([-a-z0-9]{0,48}[a-z0-9])?")
 _LONG = 44  # characters of a name from a recipe, so that it suits JobSet with any number of pods
 _TIME = re.compile(r"\d+|\d+(:[0-5]\d){1,2}|\d+-\d{1,2}(:[0-5]\d){0,2}", re.ASCII)
 _GPU = re.compile(r"[A-Za-z0-9][-._A-Za-z0-9]*")
@@ -105,13 +106,15 @@ def make_job(
             "address."
         )
     check_out("--out", out)
-    for what, value in (("The recipe", recipe), ("--out", out)):
-        if value.startswith("-"):
-            raise PlanError(f"{what} {value!r} begins with a dash, like an option. Write ./{value}.")
+    if recipe.startswith("-"):
+        raise PlanError(f"The recipe {recipe!r} begins with a dash, like an option. Write ./{recipe}.")
+    if out.startswith("-"):
+        out = f"./{out}"  # which paths of the command line lose
     numbers = _range(nodes)
     check_whole("gpus_per_node", gpus, PlanError, 1)
     check_whole("cpus_per_gpu", cpus, PlanError, 1)
-    _check_text("--name", name, _NAME, "up to 50 lowercase letters, digits and dashes, and begin with a letter")
+    named = "up to 50 lowercase letters, digits and dashes, begin with a letter, and be no word of YAML, such as no"
+    _check_text("--name", name, _NAME, named)
     _check_text("--gpu-type", gpu_type, _GPU, "the scheduler's name of a GPU, such as H100")
     _check_text("--time", time, _TIME, "minutes, HH:MM:SS or DAYS-HH:MM:SS")
     _check_text("--image", image, _IMAGE, "the name of a container image, such as registry/team/image:tag")

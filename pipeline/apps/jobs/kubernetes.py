@@ -206,6 +206,11 @@ def _manifests(job: Job, template: str, first: str, *, scheduler: str, kind: str
             f"--out {job.out!r} is in {folder}, which the image needs itself. Pass a folder in a shared volume, e.g. "
             "--out /shared/runs/mine."
         )
+    if folder == "/recipe" and file is not None:
+        raise PlanError(
+            f"--out {job.out!r} is in /recipe, where the pods have the recipe. Pass another folder, e.g. --out "
+            "/shared/runs/mine."
+        )
     recipe = None if file is None else f"{name}{file.suffix.lower()}"
     words = job.arguments(recipe and f"/recipe/{recipe}")
     spec = fill(

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ....common.errors import PlanError, suggest
@@ -24,7 +24,13 @@ class Scheduler:
     elastic: bool = False  # a job may get any number of machines in its range, dividing the batch or not
 
     def unmounted(self, job: Job) -> list[str]:
-        return job.unmounted(copied=self.copies) if self.mounts else []
+        if self.mounts:
+            return job.unmounted(copied=self.copies)
+        if not self.same_folder or job.image is None:
+            return []
+        # A container has the folder where the job is submitted, which is probably this one, and the first of `out`.
+        here = Path.cwd()
+        return [file for file in job.unmounted(copied=True) if not PurePosixPath(file).is_relative_to(here)]
 
 
 SCHEDULERS = {

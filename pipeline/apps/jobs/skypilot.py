@@ -32,7 +32,8 @@ workdir: .
 # Install Drivetrain here, unless the image has it: from a folder beside the recipe, or a wheel. `doctor` ends with 1
 # if something that training needs is missing, and the job ends before it costs more.
 setup: |
-  if ! python -c "import drivetrain" 2>/dev/null; then pip install ./drivetrain; fi
+  # -P: not the folder drivetrain itself, which Python would take for the package, but which is not built; -e builds it.
+  if ! python -P -c "import drivetrain" 2>/dev/null; then pip install -e ./drivetrain; fi
   python -m drivetrain doctor
 
 @run@

@@ -5,10 +5,11 @@ from pathlib import PurePosixPath
 
 from ....common.errors import PlanError
 from ....common.storage.addresses import is_address
-from .job import CHECKPOINT_MINUTES, SIGNALS, WARNING_SECONDS, Job, fill, stoppable
+from .job import CHECKPOINT_MINUTES, SIGNALS, WARNING_SECONDS, Job, fill, seconds_of, stoppable
 
 _FAILURES = 20  # after so many, a failed job is not started again
 _EXCLUSIONS = 3  # starts without further slow nodes: a cluster whose nodes differ would else run out of them
+_SHORTEST = WARNING_SECONDS + 120  # a time limit: SLURM may signal a minute earlier, and the check takes one
 
 _SCRIPT = """\
 #!/bin/bash
@@ -88,6 +89,11 @@ _CONTAINER = "# srun starts the container by its plugin pyxis: what is below run
 
 
 def slurm(job: Job) -> str:
+    if job.time is not None and 0 < seconds_of(job.time) <= _SHORTEST:  # 0: no limit
+        raise PlanError(
+            f"--time {job.time} is too short: SLURM signals the job {WARNING_SECONDS // 60} minutes before the limit, "
+            f"which would be before it trains. Pass more than {_SHORTEST // 60} minutes."
+        )
     container = _container(job)
     command = fill(
         _COMMAND, processes=job.processes, signals=SIGNALS, arguments=shlex.join(job.arguments()), container=container

@@ -228,3 +228,7 @@ def test_what_cannot_be_served(run: Path, tmp_path: Path) -> None:
         port = str(taken.getsockname()[1])
         assert f"Port {port} of 127.0.0.1 cannot be opened" in call("serve", str(run), "--port", port).line
     assert "has no finished epoch" in call("serve", str(tmp_path), "--port", "0").line
+
+
+def test_a_host_that_cannot_be_a_name() -> None:
+    assert "Port 0 of a..b cannot be opened" in call("serve", "runs/none", "--host", "a..b", "--port", "0").line

@@ -127,6 +127,14 @@ def test_selection_has_a_loss_for_each_image(toy: Toy) -> None:
     assert pipeline.fit(epochs=2, progress=False).accuracy is not None
 
 
+def test_the_caution_about_a_split_batch_is_not_of_ghost_batch_norm(toy: Toy) -> None:
+    """Its groups are small in any case, and the remedy sync_batchnorm=True is refused with it."""
+    for model in (batch_norm_model, batch_norm_model()):
+        split = toy.pipeline(model).distribute("single", accumulate=2)
+        assert "uses the statistics of each microbatch" in " ".join(split.plan().cautions)
+        assert "statistics" not in " ".join(split.transform(t.GhostBatchNorm(8)).plan().cautions)
+
+
 def test_gyro_dropout_is_told_how_long_the_run_is(toy: Toy) -> None:
     """Composer's fails in a run of fewer steps than it has subnetworks."""
 

@@ -5,6 +5,7 @@ import csv
 import dataclasses
 import io
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -277,6 +278,26 @@ def test_tables(run: tuple[FitResult, Path, str], folder: Path, tmp_path: Path, 
             assert float(row["probabilities.cat"]) == want["probabilities"]["cat"]
     with pytest.raises(DataError, match="must end in"):
         result.predict(tmp_path, out=tmp_path / "folder")
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_names_that_are_not_utf8_are_in_tables(
+    run: tuple[FitResult, Path, str], folder: Path, tmp_path: Path, suffix: str
+) -> None:
+    """Also in the error of a damaged image."""
+    names = [os.fsdecode(name) for name in (b"caf\xe9.jpg", b"t\xeate.jpg")]
+    shutil.copy(folder / "bird" / "00.jpg", tmp_path / names[0])
+    (tmp_path / names[1]).write_bytes((folder / "bird" / "00.jpg").read_bytes()[:200])
+    out = tmp_path / f"p{suffix}"
+    rows = run[0].predict([tmp_path / name for name in names], out=out, on_error="skip")
+    assert [row["image"] for row in rows] == [str(tmp_path / name) for name in names]
+    if suffix == ".csv":
+        with out.open(newline="", encoding="utf-8") as file:
+            read: list[dict[str, Any]] = list(csv.DictReader(file))
+    else:
+        read = parquet.read_table(out).to_pylist()
+    assert [row["image"] for row in read] == [f"{tmp_path}/caf\ufffd.jpg", f"{tmp_path}/t\ufffdte.jpg"]
+    assert "t\ufffdte.jpg cannot be read" in read[1]["error"]
 
 
 def test_a_table_without_a_place_is_refused_before_anything_is_predicted(

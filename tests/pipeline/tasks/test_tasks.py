@@ -522,3 +522,16 @@ def test_each_reduction_over_two_ranks() -> None:
 def test_a_monitored_top5_stays_with_few_classes() -> None:
     assert set(Classification(monitor="top5").meters(4)) == {"top1", "top5"}
     assert set(Classification(monitor="top1").meters(4)) == {"top1"}
+
+
+def test_precision_recall_and_f1_are_means_over_classes_and_labels() -> None:
+    """Of three different numbers, so that none can be in the place of another."""
+    names = ("precision", "recall", "f1")
+    logits = F.one_hot(torch.tensor([0, 0, 1, 1, 2, 2])).float()
+    found = values(Classification(metrics=names), [(logits, torch.tensor([0, 0, 0, 1, 1, 2]))], 3)
+    expected = {"precision": 2 / 3, "recall": 13 / 18, "f1": (0.8 + 0.5 + 2 / 3) / 3}
+    assert found == pytest.approx(expected, abs=1e-6)
+    logits = torch.tensor([[1.0, 1.0], [-1.0, 1.0], [-1.0, 1.0], [1.0, -1.0]])
+    labels = torch.tensor([[1.0, 1.0], [1.0, 1.0], [1.0, 0.0], [0.0, 0.0]])
+    found = values(MultiLabel(metrics=names), [(logits, labels)], 2)
+    assert found == pytest.approx({"precision": 7 / 12, "recall": 2 / 3, "f1": 0.6}, abs=1e-6)

@@ -486,3 +486,17 @@ def test_the_uneven_last_batch_of_a_loader_in_evaluation(tmp_path: Path) -> None
             assert found[0] == pytest.approx(loss, abs=1e-5)
             assert found[1] == pytest.approx(bias, abs=1e-5)
             assert found[2] == images
+
+
+@pytest.mark.parametrize("cut", [6, 4])
+def test_factors_of_samples_divide_by_the_class_weights(cut: int) -> None:
+    """InfoBatch's loss by hand, of one microbatch and of two of different sizes."""
+    outputs, targets = torch.randn(6, 5), torch.tensor([0, 1, 2, 4, 2, 0])
+    factors = torch.tensor([1.0, 2.0, 2.0, 1.0, 1.0, 2.0])
+    parts = [one for one in (slice(0, cut), slice(cut, 6)) if len(targets[one])]
+    mean = mean_of(nn.CrossEntropyLoss(weight=WEIGHTS))
+    step = StepLoss(mean, [(outputs[one], targets[one]) for one in parts], linear(), equal=False)
+    shares = [step.weighted(n, outputs[one], targets[one], factors[one])[0] for n, one in enumerate(parts, 1)]
+    each = functional.cross_entropy(outputs, targets, reduction="none")
+    weights = WEIGHTS[targets]
+    torch.testing.assert_close(torch.stack(shares).mean(), (factors * weights * each).sum() / weights.sum())

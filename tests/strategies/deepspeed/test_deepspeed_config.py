@@ -115,6 +115,12 @@ def test_a_configuration_must_not_contradict(config: dict[str, Any], words: str)
         ({"offload": "disk"}, "offload='disk' is unknown"),
         ({"stage": 2, "offload": "nvme"}, "'nvme' needs stage=3"),
         ({"offload": "cpu", "config": {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}}, "contradicts"),
+        (
+            {"nvme_path": "/b", "config": {"zero_optimization": {
+                "stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/a"}
+            }}},
+            "offload_param.nvme_path='/a' contradicts nvme_path='/b'",
+        ),
         ({"config": "missing.json"}, "config='missing.json' cannot be read as a JSON file"),
         ({"config": 3}, "cannot be read"),
         ({"config": {"zero_optimization": {"offload_optimizer": "cpu"}}}, "='cpu' must be an object"),

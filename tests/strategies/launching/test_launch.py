@@ -1,8 +1,10 @@
 """`launch` in this process: results, and the first cause if a rank fails."""
 
 import gc
+import json
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -92,6 +94,14 @@ def _nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank_serve
 
 
 @pytest.mark.usefixtures("forked")
+def test_a_folder_for_temporary_files_with_signs_of_addresses(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("a?b#c")))
+    assert launch(int, devices=2, device="cpu", timeout=60) == [0, 0]
+
+
+@pytest.mark.usefixtures("forked")
 def test_a_rank_waits_until_all_have_joined(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Else one whose function returns at once closes connections that another is still opening."""
     folder = str(tmp_path_factory.mktemp("again"))
@@ -170,6 +180,24 @@ def test_ctrl_c_ends_ranks_that_do_not_listen(tmp_path_factory: pytest.TempPathF
     assert time.monotonic() - sent[0] < 15
     interrupting.join()
     assert len(list(ready.iterdir())) == 2
+
+
+def test_a_rank_starts_in_a_folder_with_a_module_of_pythons_name(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "json.py").write_text("raise SystemExit(3)\n")
+    (folder / "tiny.py").write_text("import os\n\ndef main(order, job, answer):\n    os.write(answer, b'begun')\n")
+    monkeypatch.chdir(folder)
+    order = {"path": [*sys.path, str(folder)], "argv": [], "rank_main": "tiny"}
+    with launcher._file_in_memory("job") as job, launcher._file_in_memory("answer") as answer:
+        job.write(json.dumps(order).encode() + b"\n")
+        job.flush()
+        process = launcher.start_interpreter({**os.environ}, job.fileno(), answer.fileno())
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(60) == 0
+        assert os.pread(answer.fileno(), 10, 0) == b"begun"
 
 
 @pytest.mark.usefixtures("forked")

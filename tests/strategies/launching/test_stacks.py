@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from drivetrain.common.signals import is_unhandled
 from drivetrain.strategies import launch
 from drivetrain.strategies.launching import launcher
 from forked_ranks import STARTED, RankServer
-from strategy_jobs import hang_on_rank_1, work_until
+from strategy_jobs import hang_on_rank_1, save_until, work_until
 
 pytestmark = [pytest.mark.process, pytest.mark.long]
 TIMEOUT = 8 if STARTED else 3
@@ -115,6 +116,36 @@ def test_sigquit_to_the_launching_process_and_to_a_rank(
     assert [text.count("--- rank 1") for text in texts] == [1, 2]
     assert capfd.readouterr().err.count(f"Stacks are in {place}") == 2
     assert signal.signal(signal.SIGQUIT, signal.SIG_DFL) is before
+
+
+def test_sigquit_while_ranks_save_after_ctrl_c(tmp_path: Path) -> None:
+    start_the_server()
+    place, ends, never = tmp_path / "stacks.txt", tmp_path / "ends", tmp_path / "never"
+    texts: list[str] = []
+
+    def is_reached(file: Path) -> bool:
+        ranks = [file.with_suffix(f".{rank}") for rank in (0, 1)]
+        return all(each.exists() and each.read_text() for each in ranks)
+
+    def ask() -> None:
+        try:
+            soon(lambda: is_reached(never))
+            os.kill(os.getpid(), signal.SIGINT)
+            soon(lambda: is_reached(ends))
+            os.kill(os.getpid(), signal.SIGQUIT)
+            with suppress(AssertionError):
+                soon(lambda: place.exists() and place.read_text().count("in save_until") == 2, 5)
+                texts.append(place.read_text())
+        finally:
+            never.write_text("over")
+            ends.write_text("done")
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    with pytest.raises(KeyboardInterrupt):
+        launch(save_until, ends, devices=2, device="cpu", saves=True, stacks=place)
+    asking.join()
+    assert [text.count("--- rank") for text in texts] == [2]
 
 
 def test_a_handler_of_the_user_stays(tmp_path: Path) -> None:

@@ -352,13 +352,14 @@ def test_doctor_says_how_glibc_keeps_memory(monkeypatch: pytest.MonkeyPatch) -> 
         ("10.0.0.7", ""),
         ("127.0.1.1", "other machines cannot reach 127.0.1.1. For several machines, set GLOO_SOCKET_IFNAME"),
         (OSError("unknown"), "for several machines, set GLOO_SOCKET_IFNAME"),
+        (UnicodeError("label too long"), "for several machines, set GLOO_SOCKET_IFNAME"),
     ],
 )
 def test_doctor_warns_of_a_name_that_leads_to_this_machine_only(
-    address: str | OSError, remedy: str, monkeypatch: pytest.MonkeyPatch
+    address: str | Exception, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def look_up(_: str) -> str:
-        if isinstance(address, OSError):
+        if isinstance(address, Exception):
             raise address
         return address
 

@@ -4,6 +4,7 @@ import ast
 import inspect
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +305,21 @@ def test_skypilot(recipe: str) -> None:
     bash_reads(task["run"])
 
 
+PYTHON = '#!/bin/bash\n[ "$1" = -m ] || exec "$REAL" -S "$@"\n'
+"""Without installed packages; of `-m drivetrain doctor`, nothing."""
+
+
+def test_skypilot_installs_the_folder_drivetrain(recipe: str, tmp_path: Path) -> None:
+    """Though Python finds that folder where it starts, as if it were the package."""
+    (tmp_path / "drivetrain").mkdir()
+    (tmp_path / "drivetrain/__init__.py").write_text("")
+    path = programs(tmp_path / "bin", python=PYTHON, pip='#!/bin/bash\necho "$*" >> "$REQUESTS"\n')
+    environment = surroundings(path, tmp_path / "requests") | {"REAL": sys.executable, "PYTHONPATH": ""}
+    command = ["bash", "-c", yaml.safe_load(written("skypilot", recipe))["setup"]]
+    subprocess.run(command, env=environment, cwd=tmp_path, check=True)
+    assert (tmp_path / "requests").read_text() == "install -e ./drivetrain\n"
+
+
 def test_ray(recipe: str) -> None:
     text = written("ray", recipe, "optimizer.lr=0.5", "seed=3", gpu_type="H100")
     constants = {
@@ -388,6 +404,7 @@ WRONG: dict[str, tuple[str, list[str], dict[str, Any], str]] = {
     "a web server": ("slurm", [], {"out": "https://host/run"}, "a web server cannot be written"),
     "a folder above": ("skypilot", [], {"out": "/shared/../mine"}, "Pass an absolute path"),
     "a folder of the system": ("kubernetes", [], {"out": "/usr/run"}, "in /usr, which the image needs itself"),
+    "the folder of the recipe": ("kubernetes", [], {"out": "/recipe/run"}, "where the pods have the recipe"),
     "no image for jobset": ("jobset", [], {"image": None}, "Pass --image"),
     "no image": ("kubernetes", [], {"image": None}, "Pass --image"),
     "an image for ray": ("ray", [], {"image": "a"}, "for ray has no --image"),
@@ -395,6 +412,7 @@ WRONG: dict[str, tuple[str, list[str], dict[str, Any], str]] = {
     "a name for ray": ("ray", [], {"name": "mine"}, "for ray has no --name"),
     "a bad time": ("slurm", [], {"time": "10h"}, "--time '10h' must be minutes, HH:MM:SS"),
     "no time": ("kubernetes", [], {"time": "00:00:00"}, "--time 00:00:00 would end the job at once"),
+    "too short a time": ("slurm", [], {"time": "3"}, "--time 3 is too short: SLURM signals the job 3 minutes before"),
     "a time with a line": ("slurm", [], {"time": "10\n#SBATCH --x"}, "--time '10"),
     "no nodes": ("slurm", [], {"nodes": "0"}, "--nodes '0' must be a positive integer, or MIN:MAX"),
     "a range of nodes": ("slurm", [], {"nodes": "4:1"}, "--nodes '4:1' must be"),
@@ -448,6 +466,16 @@ def test_names_of_jobs_are_those_of_recipes(recipe: str, name: str) -> None:
     assert f"#SBATCH --job-name={NAMES[name]}\n" in written("slurm", name)
 
 
+@pytest.mark.parametrize("scheduler", [*PODS, "skypilot"])
+def test_names_of_jobs_are_texts_in_yaml(recipe: str, scheduler: str) -> None:
+    """YAML reads words such as no and null as other values."""
+    shutil.copy(recipe, "no.yaml")
+    for document in yaml.safe_load_all(written(scheduler, "no.yaml")):
+        assert document.get("name", document.get("metadata", {}).get("name")) == "train-no"
+    with pytest.raises(PlanError, match="--name 'null' must be"):
+        written(scheduler, recipe, name="null")
+
+
 @pytest.mark.parametrize(("nodes", "most"), [(1, 48), (10, 48), (11, 47), (101, 46)])
 def test_names_of_jobset_leave_room_for_those_of_pods(recipe: str, nodes: int, most: int) -> None:
     """At most 63 characters: NAME-pods-0-INDEX-xxxxx."""
@@ -497,6 +525,25 @@ def test_data_that_nothing_mounts_is_named(
     assert lacks in end.err
 
 
+@pytest.mark.parametrize(
+    ("out", "train", "lacks"),
+    [
+        ("/shared/run", "/data/train.beton", "only the folder where it is submitted and /shared."),
+        ("runs/mine", "../train.beton", "only the folder where it is submitted."),
+        ("runs/mine", "HERE/train.beton", ""),
+        ("runs/mine", "train.beton", ""),
+        ("/shared/run", "/shared/train.beton", ""),
+        ("s3://bucket/run", "s3://bucket/train.beton", ""),
+    ],
+)
+def test_data_that_a_container_of_slurm_lacks_is_named(recipe: str, out: str, train: str, lacks: str) -> None:
+    data = train.replace("HERE", str(Path.cwd()))
+    end = call("job", "slurm", recipe, f"train={data}", "val=null", "--out", out, "--image", "team/image:1")
+    assert end.code == 0, end.err
+    assert (f"Note: The containers do not have the data {data}: the file mounts " in end.err) == bool(lacks)
+    assert lacks in end.err
+
+
 def test_the_command_takes_data(recipe: str, tmp_path: Path) -> None:
     """As `drivetrain train` does; also a name that JSON would read as a number."""
     data = ["--train", "https://data.example.org/train.beton", "--val", "2026"]
@@ -507,3 +554,10 @@ def test_the_command_takes_data(recipe: str, tmp_path: Path) -> None:
     assert 'val="2026"' in words
     twice = call("job", "slurm", recipe, "train=a.beton", *data, "--out", "/shared/run")
     assert (twice.code, "--train and train= are both given" in twice.line) == (1, True)
+
+
+def test_the_command_takes_a_folder_that_begins_with_a_dash(recipe: str, tmp_path: Path) -> None:
+    end = call("job", "slurm", recipe, "--out", "./-run")
+    assert (end.code, end.err) == (0, "")
+    words = arguments("slurm", end.out, tmp_path)
+    assert words[words.index("--out") + 1] == "./-run"

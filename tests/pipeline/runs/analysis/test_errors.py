@@ -18,7 +18,15 @@ from drivetrain import DataError, MultiLabel, Pipeline, PlanError, Segmentation,
 from drivetrain.loaders import FFCVLoader, convert
 from drivetrain.pipeline import load_run
 from drivetrain.pipeline.runs.analysis.batch import ShownBatch
-from drivetrain.pipeline.runs.analysis.errors import Calibration, ClassErrors, Errors, LabelErrors, wilson
+from drivetrain.pipeline.runs.analysis.errors import (
+    Calibration,
+    ClassErrors,
+    Errors,
+    LabelErrors,
+    PixelErrors,
+    ValueErrors,
+    wilson,
+)
 from drivetrain.transforms import TestTimeFlip
 from hypothesis import given
 from hypothesis import strategies as st
@@ -374,3 +382,22 @@ def test_the_curve_of_a_label_has_the_area_of_its_average_precision() -> None:
     assert (recall[0], recall[-1]) == (0, 1)
     assert np.diff(recall) @ precision[1:] == pytest.approx(errors.average_precision(0))
     assert errors.average_precision(0) == pytest.approx((1 + 2 / 3 + 3 / 4) / 3)
+
+
+def test_the_figures_of_labels_values_and_pixels_are_those_by_hand() -> None:
+    """Each figure of a row is another number, so that none can be in the place of another."""
+    given: Any = ("x", {}, ("a",), np.arange(4), np.ones(4, np.float32))
+    shares = np.array([[0.9], [0.4], [0.3], [0.6]], np.float32)
+    labels = LabelErrors(*given, pictures={}, targets=np.array([[1], [1], [1], [0]]) > 0, probabilities=shares)
+    (row,) = labels.rows()
+    assert (row[1], row[2], row[4], row[6]) == ("3", "50.0%", "33.3%", "0.400")
+    targets, found = np.array([[0.0], [2.0], [4.0], [6.0]]), np.array([[-2.0], [2.0], [4.0], [7.0]])
+    values = ValueErrors(*given, pictures={}, targets=targets, values=found)
+    assert values.rows() == [("a", "3", "2.236", "-0.25", "0.75", "1.85", "0.750")]
+    pixels = PixelErrors(
+        "x", {}, ("a", "b"), np.arange(1), np.ones(1, np.float32), pictures={}, confusion=np.array([[3, 1], [0, 4]]),
+        right=np.array([7]), counted=np.array([8]),
+    )  # fmt: skip
+    assert pixels.rows() == [
+        ("a", "50.0%", "100.0%", "75.0%", "0.750", "b 25.0%"), ("b", "50.0%", "80.0%", "100.0%", "0.800", ""),
+    ]  # fmt: skip
