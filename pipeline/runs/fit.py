@@ -71,16 +71,16 @@ def checked(spec: PipelineSpec, config: FitConfig) -> tuple[PipelineSpec, Resolv
     if epochs is None:
         raise PlanError("Number of epochs not set. Pass fit(epochs=…), or set epochs=… in the recipe or the command.")
     spec = spec.replace(epochs=epochs, fit_options=recorded(config))
-    plan = resolve(spec)
+    plan, folder = resolve(spec), config.folder
     pickled = not trains_here(plan)
-    loggers = check_loggers(config.logger, config.folder, pickled=pickled)
+    loggers = check_loggers(config.logger, folder, pickled=pickled)
     if config.callbacks:
         check_callbacks(config.callbacks, run_options(plan, bool(loggers)), pickled=pickled)
     _check_needs(plan, config)
     if config.init_from is not None and config.resume is None:  # else it may be needed no longer
         check_source(config.init_from)
-    if config.folder is not None and not is_address(config.out):
-        check_recipe(config.folder)
+    if folder is not None and not is_address(config.out):
+        check_recipe(folder)
     return spec, plan, loggers
 
 

@@ -210,7 +210,7 @@ def published(folder: Path | None) -> Iterator[None]:
     try:
         remote.push()
     except (DrivetrainError, OSError) as error:
-        raise CheckpointError(f"{str(error).rstrip('.')}. The results are kept in {folder}.") from error
+        raise _kept(folder, error) from error
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -229,7 +229,12 @@ def uploading_from(address: str) -> Iterator[Path]:
                 remote.push()
             except (DrivetrainError, OSError) as error:
                 removing.pop_all()
-                raise CheckpointError(f"{str(error).rstrip('.')}. The results are kept in {folder}.") from error
+                raise _kept(folder, error) from error
+
+
+def _kept(folder: Path, error: Exception) -> CheckpointError:
+    """Return the error of results that could not be uploaded, with the place where they are."""
+    return CheckpointError(f"{str(error).rstrip('.')}. The results are kept in {folder}.")
 
 
 class PublishResults(Observer):
