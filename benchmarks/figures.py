@@ -504,6 +504,8 @@ COMPUTED: dict[str, Callable[[], float]] = {
     "imagenette-5, accuracy after three epochs": lambda: after("imagenette-5", 2)[1],
     "imagenette-20, minutes": lambda: after("imagenette-20", recipe="imagenette-20")[0],
     "imagenette-20, accuracy": lambda: after("imagenette-20", recipe="imagenette-20")[1],
+    "imagenette-20, lowest accuracy": lambda: min(run.points[-1].accuracy for run in race("imagenette-20").runs),
+    "imagenette-20, highest accuracy": lambda: max(run.points[-1].accuracy for run in race("imagenette-20").runs),
     "imagenette-20, accuracy of whole squares": lambda: after("imagenette-20", recipe="imagenette-20-squares")[1],
     "imagenette-fast, minutes": lambda: after("imagenette-fast", recipe="imagenette-fast")[0],
     "imagenette-fast, accuracy": lambda: after("imagenette-fast", recipe="imagenette-fast")[1],

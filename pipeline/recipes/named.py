@@ -183,12 +183,13 @@ IMAGENETTE: dict[str, dict[str, Any]] = {
         "description": "Imagenette in 20 epochs at 128 pixels, after its board. Set train= and val=.",
         "source": "imagenette-5 in more epochs; the board: https://github.com/fastai/imagenette, 128 pixels, 20 epochs",
         "published": "91.57 % (mean of 5 runs, fastai's xse_resnext50 with self-attention and Ranger)",
-        "measured": "91.72 %, one seed, after 43.0 min of training, on two cores of an AMD EPYC with bf16 "
-        "instructions, torch 2.15: benchmarks/results/race-imagenette-20.json",
+        "measured": "91.58 %, mean of 3 seeds, after 42.8 to 44.9 min of training, on two cores of an AMD EPYC with "
+        "bf16 instructions, torch 2.15: benchmarks/results/race-imagenette-20.json",
         "notes": {
             **_IMAGENETTE_NOTES,
             "loading.eval_ratio": "as torchvision's 224 of 256 pixels; the board's are 128 of 152. "
-            "Of the same weights, 91.34 % without it: crops of training enlarge what is in them, arXiv:1906.06423",
+            "Of the first seed's weights, 91.72 %, and 91.34 % without it: crops of training enlarge what is in them, "
+            "arXiv:1906.06423",
             "loading.scale": "ours; the board's is 0.35 to 1",
             "transforms.CutMix": "ours: without it, the loss of training ends near 0.56, of which 0.50 is due to the "
             "smoothing of labels: the images are learned by heart",
