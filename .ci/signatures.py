@@ -1,7 +1,7 @@
 """Write the text of options that type checkers read: `python .ci/signatures.py`. It prints the files that it changes.
 
-In the package, it is between a comment `# keywords of CONFIG` (fields of a TypedDict), `# parameters of CONFIG` (of a
-method) or `# values of CONFIG` (what the method passes on) and the comment `# end`.
+In the package, it is between a comment `# keywords of CONFIG` (fields of a TypedDict) or `# parameters of CONFIG` (of a
+method) and the comment `# end`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import drivetrain
 from drivetrain.common.options.config import Config, Option, options_of
 from drivetrain.common.options.signatures import default_of, type_of
 
-_REGION = re.compile(r"(?ms)^( *)# (keywords|parameters|values) of (\w+)\n(.*?)^ *# end\n")
+_REGION = re.compile(r"(?ms)^( *)# (keywords|parameters) of (\w+)\n(.*?)^ *# end\n")
 
 
 def complete_text(text: str, module: object) -> str:
@@ -45,9 +45,7 @@ def _parameter(option: Option) -> str:
     return f"{option.name}: {type_of(option)}{'' if option.required else f' = {shown}'},"
 
 
-_LINES: dict[str, Callable[[Option], str]] = {
-    "keywords": _keyword, "parameters": _parameter, "values": lambda option: f"{option.name}={option.name},",
-}  # fmt: skip
+_LINES: dict[str, Callable[[Option], str]] = {"keywords": _keyword, "parameters": _parameter}
 
 
 def outdated(root: Path, package: str) -> dict[Path, str]:

@@ -55,7 +55,7 @@ def more_descriptors(files: int) -> Iterator[Callable[[object], None]]:
     """Allow this many more files inside the block, and as long as the object exists that its function is called with.
     The limit is the process's, so it is put back at the end."""
     global _before
-    if _free() >= files + _SPARE:
+    if not _wanted and _free() >= files + _SPARE:  # else it may be the limit that another data set has raised
         yield lambda _: None
         return
     with _lock:

@@ -51,8 +51,8 @@ class FFCVLoader(EpochLoader):
 
     Args:
         source: the file, or its address, such as `s3://bucket/train.beton`; it is validated before anything is decoded.
-            A pattern such as `train-{000..127}.beton` stands for several files that are one data set, whose samples are
-            numbered through in this order. A dict of sources and weights, `{"photos.beton": 3, "scans.beton": 1}`, is a
+            A pattern such as `train-{000..127}.beton` names several files that are one data set, whose samples are
+            numbered in this order. A dict of sources and weights, `{"photos.beton": 3, "scans.beton": 1}`, is a
             mix: an epoch has as many samples as all of them together, and of each data set its share by weight; see
             `order.epoch.mixed`. Files of a data set, and of a mix, have the same fields and classes.
         indices: the samples to use, as indices or as a boolean mask. Default None: all.
@@ -155,6 +155,7 @@ class FFCVLoader(EpochLoader):
                 for parts, _ in ahead:
                     for part in parts:
                         part.cancel()
+            ahead.clear()  # their memory, too
 
     def _submit(self, indices: NDArray[np.int64], epoch: int, stop: Stop) -> _Pending:
         if self._pool is None:
@@ -231,6 +232,7 @@ class FFCVLoader(EpochLoader):
         if self._pool is not None:
             end(self._pool, self.beton.close)  # which ends what they wait for of a server
             self._pool = None
+        self._ahead.clear()  # also while somebody holds the iterator of a loop that was left
         self.beton.close()
         self._decoder.close()
         self._buffers.clear()

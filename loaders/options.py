@@ -221,9 +221,13 @@ class LoaderOptions(ReadOptions, ImageOptions):
         """Return the options of a loader of this process; those that are None follow from the others."""
         train = given.get("train", True)
         rank, world_size = _ranks(given.get("rank"), given.get("world_size"))
-        order = given.get("order") or ("random" if train else "sequential")
-        drop_last = given.get("drop_last")
-        decided = {"rank": rank, "world_size": world_size, "order": order, "drop_last": drop_last or False}
+        order, drop_last = given.get("order"), given.get("drop_last")
+        decided = {
+            "rank": rank,
+            "world_size": world_size,
+            "order": ("random" if train else "sequential") if order is None else order,
+            "drop_last": False if drop_last is None else drop_last,
+        }
         made = cls.of({**given, **decided})
         equal = made.train and made.world_size > 1 and not made.pad_last
         return dataclasses.replace(made, drop_last=True) if drop_last is None and equal else made

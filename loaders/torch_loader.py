@@ -137,6 +137,7 @@ class TorchLoader(EpochLoader):
             # Workers that are already running are waited for until they finish what they began of an epoch that was
             # left early; Ctrl-C must work in the meantime.
             if self.workers and loader._iterator is None:
+                self._require_importable()
                 around.enter_context(_main_module_hidden(self.dataset))
                 around.enter_context(_interrupts_kept_from_new_processes())
             if self._feed is not None:  # DataLoader's pinning thread uses CUDA's current device
@@ -151,6 +152,18 @@ class TorchLoader(EpochLoader):
                     f"{type(self.dataset).__name__} cannot be sent to worker processes: {reason}. Use functions of a "
                     "module in place of lambdas and local functions; or workers=0, which loads in this process."
                 ) from error
+
+    def _require_importable(self) -> None:
+        """Raise DataError for a data set that a notebook or an interactive session defines: workers cannot import it,
+        and torch would report that the system has killed them."""
+        main = sys.modules["__main__"]
+        sourceless = getattr(main, "__file__", None) is None and getattr(main, "__spec__", None) is None
+        if sourceless and _is_of_the_script(self.dataset):
+            raise DataError(
+                f"{type(self.dataset).__name__} is, or uses, what a notebook or an interactive session defines, which "
+                "worker processes cannot import. Move that to a module, such as data.py; or pass workers=0, which "
+                "loads in this process."
+            )
 
     def _make_loader(self) -> DataLoader[Any]:
         parallel: dict[str, Any] = {}

@@ -10,19 +10,17 @@ from ..common.checks import check_whole
 from ..common.errors import PlanError, require
 from ..common.options.signatures import built_from
 from .describe.pipeline_spec import PipelineSpec
-from .describe.plan import Plan
-from .describe.resolve import resolve
-from .recipes.convert import build_pipeline, to_recipe
-from .recipes.presets import Completed
 from .runs.config import FitConfig
 
 if TYPE_CHECKING:
+    from .describe.plan import Plan
     from .ledger.ledger import Ledger
     from .lightning.hand_over import HandOver
     from .measuring.race.race import Against
     from .measuring.race.result import RaceResult
     from .measuring.tuning.lr_range import LRRange
     from .measuring.tuning.result import Tuned
+    from .recipes.presets import Completed
     from .runs.analysis.batch import ShownBatch
     from .runs.analysis.compare import RunArg, RunComparison
     from .runs.folds import CrossValidation
@@ -84,6 +82,8 @@ class Pipeline(PipelineSpec):
             >>> pipeline.epochs
             32
         """
+        from .recipes.convert import build_pipeline
+
         return build_pipeline(recipe, overrides, cls)
 
     def to_recipe(self) -> dict[str, Any]:
@@ -98,6 +98,8 @@ class Pipeline(PipelineSpec):
             >>> recipe["model"], recipe["batch_size"]
             ('resnet18', 16)
         """
+        from .recipes.convert import to_recipe
+
         return to_recipe(self)
 
     def plan(self) -> Plan:
@@ -123,6 +125,8 @@ class Pipeline(PipelineSpec):
             loss: cross entropy
             LabelSmoothing(smoothing=0.1)
         """
+        from .describe.plan import Plan
+        from .describe.resolve import resolve
         from .training.rank_memory import memory_steps
 
         resolved = resolve(self)
@@ -162,6 +166,7 @@ class Pipeline(PipelineSpec):
             >>> images.shape
             torch.Size([16, 3, 32, 32])
         """
+        from .describe.resolve import resolve
         from .runs.initial import initial_weights
         from .training.build import build
 
@@ -187,6 +192,7 @@ class Pipeline(PipelineSpec):
             NonFiniteError: see `on_nonfinite`.
             TrainingInterrupted: on Ctrl-C; a KeyboardInterrupt with the result of the finished epochs. With `out` and
                 checkpoints, the run first finishes its step and saves a checkpoint; a second Ctrl-C stops at once.
+            TrainingPreempted: on a signal of `stop_on`, after the step is finished and, with checkpoints, saved.
 
         Example::
 
@@ -251,8 +257,8 @@ class Pipeline(PipelineSpec):
         """Compare runs: results, time, and only what differs between their recipes.
 
         Printed, it is a table, which a notebook displays; `show()` and `save("curves.png")` draw the curves of all. A
-        run that is unfinished, damaged or missing has a row, too, and a sentence says what is wrong with it. Of
-        folders, neither weights are read nor code is run.
+        run that is unfinished, damaged or missing has a row, too, and a sentence with what is wrong. From folders,
+        no weights are read, and no code is run.
 
         Args:
             runs: any number of folders of runs (`fit(out=…)`), their addresses, such as `"s3://bucket/run"`, results of
@@ -456,8 +462,8 @@ class Pipeline(PipelineSpec):
                 speed is tuned. Changes of speed alone are not tried with it: tune those first.
             epochs: of each short training by which `allow` measures the accuracy. Default 1: more make it more
                 similar to the full training, and take longer. With `target`: of each run; default: the recipe's.
-            out: a `.json` file that keeps the trials. A second call with it continues from the first's; it must be of
-                the same pipeline, machine, environment and versions.
+            out: a `.json` file that keeps the trials, of one call at a time. A second one continues from it; it must be
+                of the same pipeline, machine, environment and versions.
             again: whether to measure again what is kept on this machine, or in `out`. Default False.
             progress: whether to show a progress bar of the time budget.
 
@@ -502,7 +508,8 @@ class Pipeline(PipelineSpec):
                 no run. The default still measures speed-ups of up to 5.
             seconds: the time budget, for everything. No run begins that is expected to end after it, by the longest run
                 of the same variant. A variant's first run begins in any case; the end of the budget interrupts it, and
-                it does not count. Default None: all runs.
+                it does not count. With `out`, the next call continues it after its last epoch, so that the budget must
+                be longer than an epoch. Default None: all runs.
             out: a `.json` file that keeps each run when it ends; a folder next to it keeps the unfinished one. A second
                 call continues, also with more seeds; it must be of the same pipelines, target, machine, environment
                 and versions.

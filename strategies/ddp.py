@@ -3,7 +3,6 @@ state (ZeRO's first stage) its ZeroRedundancyOptimizer."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -96,24 +95,15 @@ class DDP(ReplicatedStrategy):
         return DDPEngine(self._data_parallel(model, device), optimizer, device, options)
 
     def _data_parallel(self, model: nn.Module, device: torch.device) -> nn.Module:
-        return DistributedDataParallel(
+        wrapper = DistributedDataParallel(
             model,
             device_ids=[device] if device.type == "cuda" else None,
             # Gradients live in the communication buckets instead of separately: 4 bytes per parameter less.
             gradient_as_bucket_view=True,
             find_unused_parameters=self.find_unused_parameters,
-            **_buffers_stay_local(model),
         )
-
-
-def _buffers_stay_local(model: nn.Module) -> dict[str, Any]:
-    """Return the option with which DDP does not overwrite buffers before each forward: `sync_buffers` pools them."""
-    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
-        return {"forward_sync_buffers": False}
-    # Older versions of torch have one option for both, which also skips the broadcast at the start.
-    for buffer in model.buffers():
-        dist.broadcast(buffer, src=0)
-    return {"broadcast_buffers": False}
+        wrapper.broadcast_buffers = False  # `sync_buffers` pools them; the option would also skip the first broadcast
+        return wrapper
 
 
 Groups = list[dict[str, Any]]

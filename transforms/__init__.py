@@ -1,4 +1,4 @@
-"""Transforms of images, batches, the model, the loss and the loop: frozen values that each do one thing.
+"""Immutable transforms of images, batches, the model, the loss and the loop, each of which does one thing.
 
 report = BlurPool().apply(model)                  # lists the changed modules, and the skipped ones with reasons
 loss = LabelSmoothing(0.1).loss(F.cross_entropy)

@@ -50,12 +50,17 @@ class Layout:
     grid: tuple[int, int]
     prefix: int
 
+    def read(self, patches: int) -> tuple[int, int] | None:
+        """Return the grid that so many patches are taken for, the model's or a square one; None if they are neither."""
+        if patches == self.grid[0] * self.grid[1]:
+            return self.grid
+        side = math.isqrt(max(0, patches))
+        return (side, side) if side**2 == patches else None
+
     def bias(self, heads: int, tokens: Tensor) -> Tensor:
         """Return the bias (1, K, N, N) for tokens (B, N, D). Images of another size must be square."""
-        count, grid = tokens.shape[1] - self.prefix, self.grid
-        if count != grid[0] * grid[1]:
-            grid = (math.isqrt(max(0, count)),) * 2
-        if count != grid[0] * grid[1]:
+        grid = self.read(tokens.shape[1] - self.prefix)
+        if grid is None:
             raise DataError(
                 f"ALiBi: {tokens.shape[1]} tokens are not {self.prefix} plus a {self.grid} or square grid of "
                 "patches, so their distances are unknown. Pass square images, or images of the model's size."
@@ -103,6 +108,25 @@ class AddBias:
 
 
 @dataclass(frozen=True)
+class CheckGrid:
+    """Forward pre-hook for timm's embedding of patches in images of any size (`dynamic_img_size`): attention sees only
+    the number of patches, which grids of several shapes have."""
+
+    layout: Layout
+
+    def __call__(self, module: Any, args: tuple[Any, ...]) -> None:
+        height, width = args[0].shape[-2:]
+        grid = tuple(module.dynamic_feat_size((height, width)))
+        taken = self.layout.read(grid[0] * grid[1])
+        if taken is not None and taken != grid:
+            raise DataError(
+                f"ALiBi: images of {height}×{width} pixels have as many patches as a grid of {taken}, for which it "
+                f"would take their grid of {grid}. Pass images of the model's size, or square ones with another "
+                "number of patches."
+            )
+
+
+@dataclass(frozen=True)
 class ALiBi(Transform):
     """Attention with linear biases, for vision transformers: logits minus slope · distance in patches.
 
@@ -113,7 +137,7 @@ class ALiBi(Transform):
 
     Use it when training from scratch or for long fine-tuning: a pretrained ViT loses its positional information. In
     return, the model accepts images of another size without interpolating embeddings. Both libraries check the image
-    size; timm's `dynamic_img_size=True` disables the check.
+    size; timm's `dynamic_img_size=True` disables the check. Images of another size must then be square.
 
     Names and shapes in the state dict do not change. `from_plain` sets the position embeddings to 0. A plain model
     loads the result of `to_plain`, but cannot express the bias: it computes a different function.
@@ -147,6 +171,11 @@ class ALiBi(Transform):
         )  # fmt: skip
         if not report.changed:
             return report
+        for vit in model.modules():
+            embed: Any = getattr(vit, "patch_embed", None)
+            flexible = id(embed) in layouts and getattr(embed, "strict_img_size", True) is False
+            if flexible and any(map(has_bias, vit.modules())):
+                embed.register_forward_pre_hook(CheckGrid(layouts[id(embed)]))
         notes = list(report.notes)
         for name, parameter in model.named_parameters():
             if _is_position(name):

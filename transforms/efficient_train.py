@@ -65,7 +65,7 @@ class EfficientTrain(Transform):
     several views would not follow, and are rejected. Evaluation uses full images.
 
     Attributes:
-        bandwidths: sides of the images, in order; they rise, and the last one stands for the full side, whatever that
+        bandwidths: sides of the images, in order; they rise, and the last one means the full side, whatever that
             is: of images of 112 pixels, the others are half as large. Default (96, 160, 224), as in the paper.
         compute: fraction of the computation at each bandwidth; the sum is 1. Default (0.2, 0.4, 0.4), as in the paper.
         size_increment: bandwidths below the full side are multiples of it, in pixels. Integer ≥ 1. Default 16, the
@@ -119,7 +119,8 @@ class EfficientTrain(Transform):
             f"{share:.0%} of the steps at {side / self.bandwidths[-1]:.2g} of the side"
             for share, side in zip(shares, self.bandwidths, strict=True)
         )
-        return f"({steps}; RandAugment's magnitude rises from 0)"
+        rounded = f"; below 1, in multiples of {self.size_increment} pixels" * (self.size_increment > 1)
+        return f"({steps}{rounded}; RandAugment's magnitude rises from 0)"
 
     @property
     def _ends(self) -> list[float]:

@@ -29,8 +29,9 @@ class GradientClipping(Transform):
 
     Attributes:
         by: `"norm"` limits the 2-norm of all gradients together to the threshold; `"value"` clamps each element to ±
-            threshold; `"adaptive"` limits the gradient norm of each unit (an output channel, or a full vector) to the
-            threshold times the norm of its weights, which must not be sharded. Default `"norm"`.
+            threshold, of complex ones both parts; `"adaptive"` limits the gradient norm of each unit (an output
+            channel, or a full vector) to the threshold times the norm of its weights, which must not be sharded.
+            Default `"norm"`.
         threshold: number > 0. Default 1.0, as in Hugging Face's Trainer; the paper uses 0.01 for `"adaptive"`.
 
     Source: Pascanu et al. 2013, arXiv:1211.5063 (norm); Brock et al., "High-Performance Large-Scale Image Recognition
@@ -69,7 +70,11 @@ class GradientClipping(Transform):
             norm: Tensor = nn.utils.clip_grad_norm_(clipped, self.threshold)
             return norm.full_tensor() if is_dtensor(norm) else norm
         if self.by == "value":
-            nn.utils.clip_grad_value_(clipped, self.threshold)
+            if real := [p for p in clipped if not p.is_complex()]:
+                nn.utils.clip_grad_value_(real, self.threshold)
+            for parameter in clipped:
+                if parameter.is_complex():
+                    _clip_parts(parameter, self.threshold)
             return None
         if any(is_dtensor(p) for p in clipped):
             raise PlanError(
@@ -79,6 +84,14 @@ class GradientClipping(Transform):
         for parameter in clipped:
             _clip_to_weights(parameter, self.threshold)
         return None
+
+
+@torch.no_grad()
+def _clip_parts(parameter: Tensor, threshold: float) -> None:
+    """Clamp real and imaginary parts, which are numbers of their own, as in torch's optimizers."""
+    assert parameter.grad is not None, "clip skips parameters without a gradient"
+    for part in (parameter.grad.real, parameter.grad.imag):
+        part.clamp_(-threshold, threshold)
 
 
 @torch.no_grad()

@@ -103,6 +103,9 @@ class GyroDropout(Transform):
     layer's `step`, or a resumed run restarts with the first period. Every rank has the same subnetworks if the ranks
     have the same seed when the transform is applied.
 
+    It is applied after PatchDropout, which changes the dropout before a vision transformer's first block, and would
+    leave one of another class alone; that one stays an ordinary dropout.
+
     Attributes:
         p: fraction of the features to drop, replacing the layer's own. Number in [0, 1). Default 0.5, as in Composer.
         sigma: number of preselected subnetworks. Integer ≥ 1. Default 256, as in Composer.
@@ -128,6 +131,7 @@ class GyroDropout(Transform):
     on_meta = True
     source = "Lee et al., MLSys 2022"
     compile_safe = False
+    after = ("PatchDropout",)
     counts_forwards = True
     follows_loop = False  # without its session, forwards count
 

@@ -15,7 +15,7 @@ from ..common.errors import PlanError
 from ..common.storage.shared import forget_array, joint_array, key_of
 from ..common.transfer import to_device
 from .base import FractionBelowOne, Loop, ProperFraction, Session, Transform
-from .common.moments import LoopEngine
+from .common.moments import LoopEngine, least_share
 
 _KEY = 2303_04947  # of the draws: no other use of (seed, epoch) spawns it
 _NAME = ".each"  # of the tensors in a checkpoint: no weight's name begins with a dot
@@ -108,7 +108,7 @@ class InfoBatch(Transform):
         if self.anneal and self.prunes(1 - 0.5 / epochs):
             raise PlanError(
                 f"{self} sets the samples per epoch, and with epochs={epochs} none at the end would use all. Train for "
-                f"more epochs, or set anneal to at least {0.5 / epochs:g}, or to 0."
+                f"more epochs, or set anneal to at least {least_share(epochs):g}, or to 0."
             )
 
     def prunes(self, progress: float) -> bool:

@@ -34,6 +34,9 @@ class LayerFreezing(Transform):
         freeze_start: fraction of training until a layer freezes. Number in [0, 1). Default 0.5, as in Composer.
         freeze_level: fraction of the layers frozen at the end. Number in [0, 1]. Default 1.0, as in Composer.
 
+    Raises:
+        PlanError: from a run of so few epochs that no layer would freeze: they do so at the start of an epoch.
+
     Source: Brock et al., "FreezeOut", 2017, arXiv:1706.04983; the schedule is Composer's.
 
     Example::
@@ -58,6 +61,13 @@ class LayerFreezing(Transform):
     @property
     def turning_points(self) -> tuple[float, ...]:
         return (self.freeze_start,)
+
+    def check_epochs(self, epochs: int, image_size: int | tuple[int, int]) -> None:  # noqa: ARG002
+        if self.freeze_level and not self.level(1 - 1 / epochs):
+            raise PlanError(
+                f"{self} freezes layers at the start of epochs, and with epochs={epochs} none would freeze. Train for "
+                "more epochs, lower freeze_start, or leave it out."
+            )
 
     def session(self, model: nn.Module) -> Session:
         return session_at(before_epoch=lambda loop: self.freeze(model, loop.progress_at(loop.epoch_start)))

@@ -53,6 +53,15 @@ class Lookahead(Transform):
         """Return the fraction of the old slow weights to keep at `progress` (0 to 1)."""
         return float(self.decay * progress**self.power)
 
+    def note(self, total_steps: int) -> str:
+        """Return a warning if the run ends before the first update: evaluation would use the initial weights."""
+        if total_steps >= self.interval:
+            return ""
+        return (
+            f"{self}: in a run of {total_steps} steps it never updates its slow weights, which evaluation and the "
+            "result use: they stay the initial ones. Train longer, or set a shorter interval."
+        )
+
     def session(self, model: nn.Module) -> Session:
         def move(slow: Averages, progress: float) -> None:
             slow.add(1 - self.stays(progress))

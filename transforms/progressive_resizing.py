@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..common.errors import PlanError
 from .base import BatchContext, Fraction, FractionAboveZero, Loop, Positive, Session, Transform
 from .common.images import check_batch, resize
-from .common.moments import session_at
+from .common.moments import least_share, session_at
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,11 @@ class ProgressiveResizing(Transform):
 
     def check_epochs(self, epochs: int, image_size: int | tuple[int, int]) -> None:
         if self.finetune and self.size(image_size, 1 - 0.5 / epochs) != image_size:
+            least = least_share(epochs)
+            earlier = f", and delay to at most {1 - least:g}" if self.delay > 1 - least + 1e-9 else ""
             raise PlanError(
                 f"{self} sets one size per epoch, and with epochs={epochs} none would have full size. Train for more "
-                f"epochs, or set finetune to at least {0.5 / epochs:g}."
+                f"epochs, or set finetune to at least {least:g}{earlier}."
             )
 
     def session(self, model: nn.Module) -> Session:  # noqa: ARG002

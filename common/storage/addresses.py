@@ -262,20 +262,26 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def status_of(error: BaseException) -> int | None:
-    """Return the status of HTTP in an error of aiohttp or botocore, or in what caused it."""
-    for each in _chain(error):
-        answer = getattr(each, "response", None)
-        named = answer.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(answer, dict) else None
-        for status in (getattr(each, "status", None), named):
-            if isinstance(status, int):
-                return status
-    return None
+    """Return the status of HTTP in an error of a file system, or in what caused it."""
+    return next((status for status in map(_own_status, _chain(error)) if status is not None), None)
+
+
+def _own_status(error: BaseException | None) -> int | None:
+    """Return an error's own status, which each library has in another place: aiohttp, botocore, those with an answer of
+    httpx or requests, such as huggingface_hub, and gcsfs."""
+    answer = getattr(error, "response", None)
+    named = answer.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(answer, dict) else None
+    for status in (getattr(error, "status", None), named, getattr(answer, "status_code", None)):
+        if isinstance(status, int):
+            return status
+    code = getattr(error, "code", None)  # last, since aiohttp's warns that it is deprecated
+    return code if isinstance(code, int) else None
 
 
 def _is_missing(error: FileNotFoundError) -> bool:
     """Return whether a file does not exist: fsspec's HTTP raises the same error for a server that does not answer."""
     cause = error.__cause__
-    status = getattr(cause, "status", None)
+    status = _own_status(cause)
     return status in (404, 410) if status is not None else not isinstance(cause, OSError | TimeoutError)
 
 

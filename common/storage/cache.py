@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,7 @@ from .files import LockError, acquire, boot_id, cache_folder, locked, write_at, 
 from .holes import STREAM_BLOCK, check_holes, room_for_streams
 
 _RECENT = 60.0  # seconds after a copy was asked for, in which it is not removed although nobody has opened it
-_GONE = ".gone-"  # begins the name of a copy that is being removed
+_NEW, _GONE = ".new-", ".gone-"  # begin the names of copies that are being made, and removed
 FACTS = "mirror.json"  # the address, size and version of the remote file, next to the copy
 BLOCKS = "blocks"  # one byte per block, 1 if the block has arrived; shared by all processes that use the copy
 BLOCK = 1 << 16  # bytes: a photograph of 100 KB takes two or three, so little is fetched in vain
@@ -79,8 +79,8 @@ def local_copy(address: str, remote: Remote = Remote()) -> Path:
         if not ((folder / FACTS).exists() and (folder / f"{name}.json").exists()):
             manifest = _manifest(address, remote.patience)
             with locked(root / ".lock"):  # each counts the copies of the others
-                for gone in root.glob(f"{_GONE}*"):  # of a process that was killed while it removed them
-                    shutil.rmtree(gone, ignore_errors=True)
+                for left in (*root.glob(f"{_NEW}*"), *root.glob(f"{_GONE}*")):  # by processes that were killed
+                    shutil.rmtree(left, ignore_errors=True)
                 if remote.stream:
                     _remove_streams(root)
                 elif not (folder / FACTS).exists():  # else it has its room, of which it may have filled all
@@ -117,7 +117,7 @@ def _make(
     """Create the folder of a copy, if there is none. Several processes may do so: the first one wins."""
     if (folder / FACTS).exists():
         return
-    temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
+    temporary = Path(tempfile.mkdtemp(prefix=_NEW, dir=folder.parent))
     try:
         for file, length in ((name, size), (BLOCKS, max(blocks, 1))):
             with (temporary / file).open("wb") as made:
@@ -197,7 +197,7 @@ def _remove_unused(facts: Path) -> bool:
     try:
         if abs(_now(facts.parent.parent) - facts.stat().st_mtime) <= _RECENT:
             return False
-        with (facts.parent / _known(facts).get("name", FACTS)).open() as file:
+        with (facts.parent / _known(facts).get("name", FACTS)).open("r+b") as file:  # NFS locks no other
             if not acquire(file, wait=False):
                 return False
             gone = facts.parent.with_name(f"{_GONE}{facts.parent.name}")
@@ -351,32 +351,34 @@ class Mirror:
 
     @contextmanager
     def _locked(self, run: range, source: RemoteFile) -> Iterator[None]:
-        """Keep other processes from fetching these blocks inside the block; wait for those that do, while they do. The
-        locks belong to this descriptor, and end with the process."""
+        """Keep others from fetching these blocks inside the block; wait for those that do, while they do. The locks end
+        with the process. They are of the marks: over NFS, one of the copy would wait for all who have that open."""
         if not hasattr(fcntl, "F_OFD_SETLK"):  # not Linux: each process fetches what it needs
             yield
             return
         pause, deadline = _LOOKS[0], time.monotonic() + _STALLED
-        while not (own := self._lock_blocks(run, fcntl.F_WRLCK)) and time.monotonic() < deadline:
-            if source.closed_within(pause) or self._marked(run).all():
-                break
-            pause = min(2 * pause, _LOOKS[1])
-        try:
-            yield
-        finally:
-            if own:
-                self._lock_blocks(run, fcntl.F_UNLCK)
+        with self._marks.open("r+b", buffering=0) as file:
+            while not (own := _lock_bytes(file, run, fcntl.F_WRLCK)) and time.monotonic() < deadline:
+                if source.closed_within(pause) or self._marked(run).all():
+                    break
+                pause = min(2 * pause, _LOOKS[1])
+            try:
+                yield
+            finally:
+                if own:
+                    _lock_bytes(file, run, fcntl.F_UNLCK)
 
-    def _lock_blocks(self, run: range, kind: int) -> bool:
-        """Lock the bytes of blocks, or unlock them; return False if another process has locked some of them."""
-        lock = struct.pack("hhqqi0q", kind, os.SEEK_SET, run.start * self.block, len(run) * self.block, 0)
-        try:
-            fcntl.fcntl(self.descriptor, fcntl.F_OFD_SETLK, lock)
-        except (BlockingIOError, PermissionError):
-            return False
-        except OSError:  # a file system without locks
-            return True
+
+def _lock_bytes(file: IO[bytes], run: range, kind: int) -> bool:
+    """Lock bytes of a file, or unlock them; return False if somebody else has locked some of them."""
+    lock = struct.pack("hhqqi0q", kind, os.SEEK_SET, run.start, len(run), 0)
+    try:
+        fcntl.fcntl(file, fcntl.F_OFD_SETLK, lock)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:  # a file system without locks
         return True
+    return True
 
 
 def _close_all() -> None:

@@ -56,6 +56,23 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def exclusive_lock(path: Path, refusal: str) -> Iterator[None]:
+    """Let one process, or thread, into the block; others raise a `DrivetrainError`, `refusal`, and do not wait. `path`
+    is a lock file, which exists only inside the block. Without effect where its file system has no locks."""
+    with path.open("ab") as file:
+        with suppress(LockError):
+            # One that ends between the two steps has removed the file, whose lock then keeps nobody out.
+            if not (acquire(file, wait=False) and is_at(file, path)):
+                raise DrivetrainError(refusal)
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                path.unlink()
+            release(file)  # a process that was forked may have it open, too
+
+
 def cache_folder() -> Path:
     """Return `$DRIVETRAIN_DATA`, else `$XDG_CACHE_HOME/drivetrain`, else `~/.cache/drivetrain`."""
     if chosen := os.environ.get("DRIVETRAIN_DATA"):
@@ -180,7 +197,7 @@ def _partial_file(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
             stack.callback(_close, file)
             with suppress(OSError):
                 acquire(file)
-            if _is_at(file, temporary):  # else another writer removed it before it was locked
+            if is_at(file, temporary):  # else another writer removed it before it was locked
                 break
         yield temporary, file
 
@@ -214,7 +231,7 @@ def _turn(path: Path) -> Iterator[None]:
         file = place.open("ab")
         with suppress(OSError):
             acquire(file)
-        if _is_at(file, place):
+        if is_at(file, place):
             break
         file.close()  # the previous writer has removed it
     try:
@@ -229,7 +246,7 @@ def _turn(path: Path) -> Iterator[None]:
 def wait_for_renames(path: Path) -> None:
     """Wait until no writer of the set named by `path` (see `atomic_files`) is between two renames."""
     with suppress(OSError), _lock_file(path).open("rb") as file:  # no file: no writer
-        acquire(file)
+        acquire(file, shared=True)  # NFS locks what is open for reading in no other way
 
 
 @contextmanager
@@ -248,7 +265,7 @@ def _lock_file(path: Path) -> Path:
     return path.with_name(f".{path.name}.lock")
 
 
-def _is_at(file: IO[bytes], path: Path) -> bool:
+def is_at(file: IO[bytes], path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

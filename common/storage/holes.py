@@ -23,8 +23,13 @@ _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate(2)
 def room_for_streams(folder: Path, limit: float | None) -> int:
     """Return the bytes that this process may keep in the folder: the share of one of this machine's ranks of `limit`
     GB, at most of half of the free disk."""
-    free = shutil.disk_usage(folder).free
-    return int(min(math.inf if limit is None else limit * 1e9, free / 2)) // machine.local_ranks()
+    return int(min(math.inf if limit is None else limit * 1e9, _half(folder))) // machine.local_ranks()
+
+
+@cache
+def _half(folder: Path) -> float:
+    """Return half of the bytes that were free when the process first asked: what it has kept since is of these."""
+    return shutil.disk_usage(folder).free / 2
 
 
 def check_holes(folder: Path) -> None:

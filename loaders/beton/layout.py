@@ -12,6 +12,7 @@ reading samples relies on is checked, vectorized: a million samples take a fract
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -143,9 +144,11 @@ def read_header(path: Path) -> Any:
     """Return the header, `()` of `HEADER`; raise BetonError unless it is that of a finished `.beton` file."""
     if not path.exists():
         where = "" if path.is_absolute() else f" in the working directory, {Path.cwd()}"
-        raise BetonError(f"{path} does not exist{where}. Create it with: drivetrain convert SOURCE {path}")
+        command = f"drivetrain convert SOURCE {shlex.quote(str(path))}"
+        raise BetonError(f"{path} does not exist{where}. Create it with: {command}")
     if not path.is_file():
-        raise BetonError(f"{path} is not a file. Convert a folder with: drivetrain convert {path} OUT.beton")
+        command = f"drivetrain convert {shlex.quote(str(path))} OUT.beton"
+        raise BetonError(f"{path} is not a file. Convert a folder with: {command}")
     size = path.stat().st_size
     if size < HEADER.itemsize:
         raise BetonError(f"{path} has {size} bytes, too few for a .beton header. Convert the data again.")

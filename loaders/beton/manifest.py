@@ -144,6 +144,9 @@ def _is_of(manifest: dict[str, Any], samples: int, fields: Sequence[Field]) -> b
     classes = set(map(type, list(manifest["classes"])))
     check_targets(manifest.get("targets", {}), kinds)
     check_colors(dict(manifest.get("colors", {})), kinds)
+    shard = manifest.get("shard")  # of files that are one data set
+    if isinstance(shard, dict) and (type(shard["number"]), type(shard["follows"])) != (int, str):
+        raise ValueError("its shard is not a number and the seal of the file before")
     return same and classes <= {str}
 
 

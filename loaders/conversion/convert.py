@@ -53,8 +53,8 @@ def convert(
             WebDataset shards (a path or pattern such as `train-{000..003}.tar`, or a list of them); a pair of
             arrays `(images (N, H, W, 3) uint8, labels (N,), (N, K) or (N, H, W))`; or an indexable data set of
             `(image, label, …)` or of dicts. For other images, see `image_mode`.
-        out: the `.beton` file to write; an existing one is replaced. A pattern such as `train-{000..127}.beton` stands
-            for several files, which get equal numbers of samples, in order, and appear together at the end. A file's
+        out: the `.beton` file to write; an existing one is replaced. A pattern such as `train-{000..127}.beton` names
+            several files, which get equal numbers of samples, in order, and appear together at the end. A file's
             manifest is written next to it, with `.json` appended to the name; a seal ties the two together. The file
             does not depend on the number of workers. If several conversions write to one name at a time, the last to
             finish wins.
@@ -97,14 +97,16 @@ def convert(
             per shard.
         on_error: `"raise"` stops at the first bad image; `"skip"` skips and reports it.
         classes: class names in label order, for sources without names (arrays, shards), or for the names in
-            `labels`. Those of masks name their indices; 255, for pixels that do not count, needs none. Default None:
-            the source's, but none for masks, and for labels that a data set transforms (`target_transform`).
+            `labels`. For a folder, they may be more than it has, as of validation data that lacks a class: each folder
+            has the index of its name. Those of masks name their indices; 255, for pixels that do not count, needs none.
+            Default None: the source's, but none for masks, and for labels that a data set transforms
+            (`target_transform`).
         mask_map: values of masks to replace, old to new, in the labels and in further fields of kind mask; all at
             once, so `{1: 2, 2: 1}` exchanges two. `{11: 255}`: pixels of class 11 do not count. The classes are those
             after it. Of masks with a palette, values are the indices. Their colors are kept in the manifest, for
             pictures of masks and predictions: of each class, that of the first mask with it. Default None: none.
         engine: `"threads"` (default) converts any source, as a whole. `"shards"` makes a file of each `.tar` shard, one
-            after the other: `out` stands for as many. `source` and `out` may be addresses then, such as
+            after the other: `out` names as many. `source` and `out` may be addresses then, such as
             `s3://bucket/train-{000..127}.tar`; then two shards and two files at most are in the folder for
             temporary files (`TMPDIR`). Each file is complete at once; the same call again converts only shards whose
             file is missing, or was made of another shard or with other options. `"ray"` does the same in parallel, on

@@ -78,6 +78,14 @@ def _and_more(count: int, what: str) -> str:
     return f" ({count} such {what})" if count > 1 else ""
 
 
+def refuse_odd_names(classes: Sequence[str]) -> None:
+    """Raise DataError for a class whose name has bytes which are not UTF-8, as of a folder from an old archive: a run
+    could neither save it in its history nor open weights with it."""
+    for name in classes:
+        if name != name.encode(errors="replace").decode():
+            raise DataError(f"The name of the class {name!r} is not UTF-8. Rename it, or its folder.")
+
+
 class PictureFiles:
     """Samples that each have a file of their own, by whose path messages name them. `ignored`: the other files in the
     folder, which are not images by their suffixes."""
@@ -98,8 +106,8 @@ class PictureFiles:
 
 
 class FolderSource(PictureFiles):
-    """A folder with one folder per class; class indices follow the sorted names, as in torchvision's ImageFolder. Other
-    names, `classes`, must not be those of the folders in another order."""
+    """A folder with one folder per class; class indices follow the sorted names, as in torchvision's ImageFolder, or
+    the names in `classes`, if there are more. Other names must not be those of the folders in another order."""
 
     kind = "folder"
 
@@ -112,12 +120,7 @@ class FolderSource(PictureFiles):
         if not folders:
             raise DataError(f"{root} contains no folders. Put the images of each class into a separate folder there.")
         self.root, self.classes = root, [folder.name for folder in folders]
-        for name, own in zip(classes, self.classes, strict=False):
-            if name != own and name in self.classes:
-                raise DataError(
-                    f"classes={list(classes)!r:.200} (--classes) names the images of the folder {root / own} {name!r}, "
-                    "like another folder. Labels follow the sorted names of the folders: leave classes out."
-                )
+        self._numbers = _class_numbers(root, self.classes, classes)
         self.ignored, self._files = [], []
         self._starts = array("q")  # first index of each class in `_files`
         for folder in folders:
@@ -132,15 +135,38 @@ class FolderSource(PictureFiles):
             self._files += files
 
     def get(self, index: int) -> tuple[bytes, int]:
-        return _read_file(self._files[index]), bisect_right(self._starts, index) - 1
+        return _read_file(self._files[index]), self._label(index)
 
     def listed(self) -> list[tuple[str, int]]:
-        return [(path, bisect_right(self._starts, index) - 1) for index, path in enumerate(self._files)]
+        return [(path, self._label(index)) for index, path in enumerate(self._files)]
+
+    def _label(self, index: int) -> int:
+        return self._numbers[bisect_right(self._starts, index) - 1]
+
+
+def _class_numbers(root: Path, folders: list[str], classes: Sequence[str]) -> Sequence[int]:
+    """Return the class index of each folder: its place among them; or that of its name in `classes`, if these have the
+    names of all folders, and further ones."""
+    names, known = set(classes), set(folders)
+    if known < names:
+        for name in folders:
+            if list(classes).count(name) > 1:
+                raise DataError(f"classes= (--classes) has {name!r} twice, so the label of {root / name} is not known.")
+        places = {name: number for number, name in enumerate(classes)}
+        return [places[name] for name in folders]
+    for name, own in zip(classes, folders, strict=False):
+        if name != own and (name in known or own in names):
+            like = "like another folder" if name in known else f"and another one {own!r}"
+            raise DataError(
+                f"classes={list(classes)!r:.200} (--classes) names the images of the folder {root / own} {name!r}, "
+                f"{like}. Labels follow the sorted names of the folders: leave classes out."
+            )
+    return range(len(folders))
 
 
 class MaskFolder(PictureFiles):
     """Images anywhere below a folder, in the order of their paths, each with its own mask in another folder: `a/1.jpg`
-    has `a/1.png`. Images in that folder, if it is below the other, are ignored."""
+    has `a/1.png`, or `a/1.PNG`. Images in that folder, if it is below the other, are ignored."""
 
     kind = "folder with masks"
     classes: list[str] = []  # noqa: RUF012 — they are in no file, and nothing is ever added
@@ -155,8 +181,8 @@ class MaskFolder(PictureFiles):
         self.ignored = [path for path in self.ignored if not path.startswith(own)]
         if not self._files:
             raise DataError(f"{root} contains no images ({', '.join(EXTENSIONS)}).")
-        self._masks = [str(masks / Path(path).relative_to(root).with_suffix(".png")) for path in self._files]
-        _match_masks(root, masks, self._files, self._masks)
+        wanted = [str(masks / Path(path).relative_to(root).with_suffix(".png")) for path in self._files]
+        self._masks = _match_masks(root, masks, self._files, wanted)
 
     def get(self, index: int) -> tuple[bytes, bytes]:
         image, mask = self._files[index], self._masks[index]
@@ -166,8 +192,14 @@ class MaskFolder(PictureFiles):
         return f"{self._files[index]}, mask {self._masks[index]}"
 
 
-def _match_masks(root: Path, folder: Path, images: list[str], masks: list[str]) -> None:
-    there = {path for path in files_below(folder)[0] if path.endswith(".png")}
+def _match_masks(root: Path, folder: Path, images: list[str], masks: list[str]) -> list[str]:
+    """Return the files of the masks, whose suffixes may have capitals."""
+    there: dict[str, str] = {}
+    for path in files_below(folder)[0]:
+        if path.lower().endswith(".png"):
+            name = str(Path(path).with_suffix(".png"))
+            if there.setdefault(name, path) != path:
+                raise DataError(f"{there[name]} and {path} are masks of the same image. Remove one of them.")
     missing = [(image, mask) for image, mask in zip(images, masks, strict=True) if mask not in there]
     if missing:
         image, mask = missing[0]
@@ -179,11 +211,12 @@ def _match_masks(root: Path, folder: Path, images: list[str], masks: list[str]) 
     for image, mask in zip(images, masks, strict=True):
         if users.setdefault(mask, image) != image:
             raise DataError(f"{users[mask]} and {image} have the same mask, {mask}. Rename one of them.")
-    if left := sorted(there - users.keys()):
+    if left := sorted(there.keys() - users.keys()):
         raise DataError(
-            f"The mask {left[0]} has no image in {root}{_and_more(len(left), 'masks')}. Add the image, or move the "
-            "mask away."
+            f"The mask {there[left[0]]} has no image in {root}{_and_more(len(left), 'masks')}. Add the image, or move "
+            "the mask away."
         )
+    return [there[mask] for mask in masks]
 
 
 class LabeledFolder(PictureFiles):

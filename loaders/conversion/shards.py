@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -211,12 +211,15 @@ def _fetched(shards: Sequence[Shard], place: Path) -> Iterator[Iterator[Path]]:
 def _converted(shard: Shard, tar: Path, place: Path, threads: int, progress: bool) -> ConvertReport:
     out = place / Path(shard.out).name if is_address(shard.out) else Path(shard.start, shard.out)
     try:
-        return convert_here(str(tar), out, shard.choices, threads, progress, shard.origin)
+        report = convert_here(str(tar), out, shard.choices, threads, progress, shard.origin)
     except DrivetrainError as error:
         raise type(error)(str(error).replace(str(tar), shard.name)) from error.__cause__
     finally:
         if is_address(shard.name):
             tar.unlink()
+    # Of an address, it names the copies in the folder for temporary files.
+    skipped = [(sample.replace(str(tar), shard.name), reason) for sample, reason in report.skipped]
+    return replace(report, path=shard.out, skipped=skipped)
 
 
 def _send(shard: Shard, place: Path) -> None:

@@ -21,6 +21,7 @@ from ..beton.targets import MOVING, STORED_AS
 from ..native.stop import Stopped, stoppable
 from ..sources import expand
 from .encode import Encoding, encode_image, image_field
+from .folders import refuse_odd_names
 from .sample_source import SampleSource, open_source
 from .values import Colors, Stored, infer_field, label_field, store_label, store_target, store_value
 from .writer import Sample, Skipped, write_betons
@@ -141,6 +142,7 @@ def convert_here(
     unequal = stored[1].kind == "ndarray" and len(samples.classes) != stored[1].shape[0]
     # A data set's own names may be those of something else than masks, targets, or vectors of other lengths.
     names = list(choices.classes or (() if masks or floats or unequal else samples.classes))
+    refuse_odd_names(names)
     if choices.classes and floats:
         raise DataError(
             f"classes={names!r:.80} names class indices, but the labels are floats, which are targets. Make the labels "

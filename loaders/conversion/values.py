@@ -32,12 +32,14 @@ Colors = dict[int, str]  # `"#rrggbb"` by class index
 def requested_fields(fields: Sequence[str] | Mapping[str, str | None] | None) -> dict[str, str | None]:
     if fields is not None and not _is_ordered(fields):
         raise DataError(f"fields={fields!r} must be a list of names, or a mapping of names to kinds.")
-    wanted = dict(fields) if isinstance(fields, Mapping) else dict.fromkeys(fields or ())
-    if fields is not None and len(wanted) != len(fields):
-        raise DataError(f"fields={list(fields)} contains a name twice.")
-    for name, kind in wanted.items():
+    names: list[Any] = [] if fields is None else list(fields)
+    for name in names:  # before they are keys, which a list cannot be
         if not isinstance(name, str) or not re.fullmatch("[ -~]{1,16}", name):
             raise DataError(f"The field {name!r} must have a name of 1 to 16 printable ASCII characters.")
+    wanted = dict(fields) if isinstance(fields, Mapping) else dict.fromkeys(names)
+    if len(wanted) != len(names):
+        raise DataError(f"fields={names} contains a name twice.")
+    for name, kind in wanted.items():
         if name in ("image", "label"):
             raise DataError(f"The field {name!r} is always included. List only further fields.")
         if kind is not None and kind not in _EXTRA_KINDS:

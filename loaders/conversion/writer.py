@@ -4,6 +4,7 @@ import itertools
 import os
 import zlib
 from array import array
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -72,6 +73,7 @@ class Columns:
         self._modes, self._widths, self._heights = array("B"), array("H"), array("H")
         self._values: list[Any] = [array("d" if field.kind == "float" else "q") for field in fields[1:]]
         self._pointers, self._sizes = array("Q"), array("Q")  # of all allocations, sample by sample
+        self._skips = array("Q")  # of each skipped sample, how many samples are before it
         self._checksums: dict[str, array[int]] = defaultdict(lambda: array("I"))  # by the label's kind
 
     def __len__(self) -> int:
@@ -100,6 +102,10 @@ class Columns:
             self._checksums[kind].append(self._checksum(crc, sample, kind))
         return writes
 
+    def skip(self) -> None:
+        """Note that the source has a sample here that is not stored."""
+        self._skips.append(len(self))
+
     def _checksum(self, crc: int, sample: Sample, label: str) -> int:
         kinds = [label, *(field.kind for field in self.fields[2:])]
         for kind, value in zip(kinds, sample.values, strict=True):
@@ -113,16 +119,18 @@ class Columns:
         return np.array(self._checksums[self.fields[1].kind], dtype=np.uint32)
 
     def check_classes(self, classes: int, before: int) -> None:
-        """Reject a label that no class has; `before`: samples of earlier files of the conversion, for the message."""
+        """Reject a label that no class has. `before`: samples for earlier files of the conversion, also skipped ones:
+        the message has the sample's number in the source."""
         if self.fields[1].kind != "int":
             return
         labels = np.array(self._values[0])
-        for at, remedy in (
-            (int(labels.argmin()), "classes start at 0"),
-            (int(labels.argmax()), f"there are {classes} classes"),
+        for at, wrong, reason in (
+            (labels.argmin(), labels.min() < 0, f"classes start at 0. Targets are floats, such as {labels.min()}.0"),
+            (labels.argmax(), classes and labels.max() >= classes, f"there are {classes} classes"),
         ):
-            if labels[at] < 0 or (classes and labels[at] >= classes):
-                raise DataError(f"Sample {before + at} has the class index {labels[at]}, but {remedy}.")
+            if wrong:
+                number = before + int(at) + bisect_right(self._skips, int(at))
+                raise DataError(f"Sample {number} has the class index {labels[at]}, but {reason}.")
 
     def metadata(self) -> NDArray[Any]:
         """Return the metadata, `(N,)` of `metadata_dtype(fields)`."""
@@ -189,7 +197,7 @@ def write_betons(
                 )
             fields = columns.fields
             written.classes = [] if columns.fields[1].kind == "float" else about["classes"]  # of indices
-            columns.check_classes(len(written.classes), written.samples)
+            columns.check_classes(len(written.classes), written.samples + len(written.skipped))
             tables, digest, blocks = _write_tables(file, columns, pages)
             # With the seal before, so that files of different conversions are never read as one data set.
             shard = {"number": number, "of": len(outs), "follows": follows}
@@ -223,6 +231,7 @@ def _write_samples(
     for sample in samples:
         if isinstance(sample, Skipped):
             written.skipped.append(sample)
+            columns.skip()
             continue
         for position, data in columns.add(sample, pages.place(sample.size)):
             file.seek(position)

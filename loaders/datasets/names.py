@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Literal, cast
 
@@ -48,7 +49,8 @@ def resolve(
     path = Path(source)
     if path.is_dir():
         out = f"{path.resolve().name or 'data'}.beton"
-        raise DataError(f"{path} is a folder. Convert it first: drivetrain convert {path} {out}")
+        command = f"drivetrain convert {shlex.quote(str(path))} {shlex.quote(out)}"
+        raise DataError(f"{path} is a folder. Convert it first: {command}")
     if not path.exists() and not path.suffix:
         raise DataError(f"{path} is neither a file nor a named data set.{suggest(str(source), NAMES)}")
     return path

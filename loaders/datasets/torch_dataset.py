@@ -21,7 +21,7 @@ from ..beton.data_set import BetonFiles, open_files
 from ..beton.image_modes import RGB, mode_of
 from ..beton.open_file import Identity
 from ..beton.targets import NOT_COUNTED
-from ..conversion.folders import FolderSource
+from ..conversion.folders import FolderSource, refuse_odd_names
 from ..decode.augmentation import fitted
 from ..decode.moving import Masks
 from ..decode.pictures import decoded, pixels_of, rgb_of, to_rgb
@@ -88,6 +88,7 @@ class PictureFolder(ImageFolder):  # type: ignore[misc]
 
     def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
         self._source = FolderSource(Path(directory))
+        refuse_odd_names(self._source.classes)
         return self._source.classes, {name: label for label, name in enumerate(self._source.classes)}
 
     def make_dataset(self, *_: Any, **__: Any) -> list[tuple[str, int]]:

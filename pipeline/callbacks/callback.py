@@ -191,7 +191,7 @@ class RunView:
         self._echo(text)
 
     def stop(self, reason: str) -> None:
-        """Ask for the end of training: after this step, or after this evaluation or epoch. One rank's wish is enough.
+        """Request the end of training: after this step, or after this evaluation or epoch. One rank is enough.
 
         The weights of that moment are evaluated and saved, with a checkpoint and `reason` (`FitResult.stopped`).
 
@@ -224,7 +224,7 @@ class Callback:
     Every rank has its own copy, and calls the same methods in the same order with the same position, so a callback may
     call collectives, such as those of `RunView.named_parameters`. A method that raises on any rank ends the run on all
     ranks; if another rank does not return from the same method, because it waits in a collective, after 10 seconds.
-    What it asks for with `RunView.stop` holds on all ranks after the same step.
+    `RunView.stop` on any rank ends the run on all ranks after the same step.
 
     A callback that overrides `on_step_end` costs one all-reduce of as many numbers as there are ranks per step, by
     which the ranks agree; the others cost a few per evaluation and epoch. Without callbacks there is none. On CUDA with

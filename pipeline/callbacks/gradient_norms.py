@@ -57,7 +57,8 @@ class GradientNorms(Callback):
         groups = {name: n for n, names in enumerate(view.group_names()) for name in names}
         squares: dict[str, torch.Tensor] = {}
         for name, gradient in view.named_gradients():
-            squared = torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
+            wide = torch.promote_types(gradient.dtype, torch.float32)  # torch narrows neither float64 nor complex
+            squared = torch.linalg.vector_norm(gradient, dtype=wide).float().square()
             owner = f"group {groups[name]}" if self.by == "group" else name.partition(".")[0]
             squares[owner] = squares[owner] + squared if owner in squares else squared
         if squares:  # a step that was skipped for its loss has no gradients

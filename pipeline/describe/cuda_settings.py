@@ -49,10 +49,9 @@ def cuda_settings(how: DistributedConfig, transforms: Sequence[Transform]) -> It
 
 
 def _restore_matmul_precision(stack: ExitStack) -> None:
-    owners: list[Any] = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
-    for owner in owners:
-        if hasattr(owner, "fp32_precision"):  # since torch 2.9
-            stack.callback(setattr, owner, "fp32_precision", owner.fp32_precision)
+    backends: Any = torch.backends
+    for owner in (backends.cuda.matmul, backends.mkldnn.matmul):
+        stack.callback(setattr, owner, "fp32_precision", owner.fp32_precision)
     if (before := old_precision()) is not None:
         # Setting the older switch also sets the newer ones, so it is restored first: it is last on the stack.
         stack.callback(torch.set_float32_matmul_precision, before)

@@ -240,19 +240,9 @@ class PipelineSpec:
         """
         if scale_lr is True and base_batch_size is None and self.recipe is not None and self.data is not None:
             base_batch_size = self.optimized.base_batch_size or self.data.batch_size
-        config = OptimizerConfig(
-            optimizer=optimizer,
-            options=options,
-            # values of OptimizerConfig
-            schedule=schedule,
-            schedule_options=schedule_options,
-            warmup=warmup,
-            groups=groups,
-            base_batch_size=base_batch_size,
-            scale_lr=scale_lr,
-            # end
-        )
-        return self.replace(optimization=config)
+        given = dict(locals())  # each name is a field of the config
+        del given["self"]
+        return self.replace(optimization=OptimizerConfig(**given))
 
     @documented(DistributedConfig)
     def distribute(
@@ -283,23 +273,9 @@ class PipelineSpec:
 
             >>> pipeline = pipeline.distribute("ddp", devices=4, precision="bf16", accumulate=2, clip_norm=1.0)
         """
-        config = DistributedConfig(
-            strategy=strategy,
-            options=options,
-            # values of DistributedConfig
-            devices=devices,
-            precision=precision,
-            cudnn_benchmark=cudnn_benchmark,
-            matmul_precision=matmul_precision,
-            timeout=timeout,
-            accumulate=accumulate,
-            clip_norm=clip_norm,
-            activation_checkpointing=activation_checkpointing,
-            compile=compile,
-            sync_batchnorm=sync_batchnorm,
-            # end
-        )
-        return self.replace(distribution=config)
+        given = dict(locals())  # see `optimize`
+        del given["self"]
+        return self.replace(distribution=DistributedConfig(**given))
 
     def __repr__(self) -> str:
         """Return the calls that build an equal pipeline, as far as text can, without default values."""

@@ -20,12 +20,12 @@ from ...common.table import Table
 from ...loaders.image_size import ImageSize, size_text
 from ...loaders.sources import files_of
 from ...strategies import Strategy
-from ...transforms import CHANGES_MODEL, Transform
+from ...transforms import CHANGES_MODEL, GhostBatchNorm, Transform
 from .config import PRECISIONS, DataConfig, DistributedConfig
 from .cuda_settings import choose_benchmark, uses_gpu
 from .pipeline_spec import KIND_ORDER, PipelineSpec
 from .rules import family, sets_size
-from .sources import same_data_caution
+from .sources import data_cautions
 
 KIND_REASON = {
     "image": "in the loader, on each training image; evaluation uses the images unchanged",
@@ -118,13 +118,14 @@ def lay_out(
     built = spec.model if isinstance(spec.model, nn.Module) else None
     # The model here is the one before surgery: layers that will have the statistics of small groups are of no concern.
     grouped = any(transform.groups_statistics for transform in transforms)
-    split = "" if grouped else batch_norm_caution(how, data.batch_size, built)
+    of_batch = how, data.batch_size, built
+    split = _ghost_caution(transforms, *of_batch) if grouped else batch_norm_caution(*of_batch)
     fields = f", with the fields {', '.join(data.loading.fields)}" if data.loading.fields else ""
     steps = [
         Step(f"load {files_of(data.train)}", ".load()", f"{data.loader} loader, global batch of {data.batch_size}, "
              f"{_pixels(data.image_size)} px{eval_size}{fields}{data.for_plan()}{data.describe()}{counts}; "
              f"every rank loads its slice of each batch{_UNSEEDED * (data.loader == 'ffcv_stock')}",
-             same_data_caution(data)),
+             data_cautions(data)),
         *(_transform_step(t) for t in transforms if t.kind == "image"),
         Step(f"build {spec.model_name}", "Pipeline()",
              f"with seed {spec.seed}, the same on every rank{classes}{'' if built is None else _about(built)}"),
@@ -252,10 +253,14 @@ def batch_norms(model: nn.Module) -> int:
     )
 
 
+def _may_copy(how: DistributedConfig) -> bool:
+    return how.name == "dp" and uses_gpu(how)  # one process, but possibly several GPUs
+
+
 def batch_norm_caution(how: DistributedConfig, batch_size: int, model: nn.Module | None) -> str:
     """Caution if BatchNorm's statistics would be those of a part of the batch; `model` is None if not built yet."""
     parts = how.ranks * how.accumulate
-    copies = how.name == "dp" and uses_gpu(how)  # one process, but possibly several GPUs
+    copies = _may_copy(how)
     if how.sync_batchnorm or (parts == 1 and not copies):
         return ""
     layers = None if model is None else batch_norms(model)
@@ -271,3 +276,31 @@ def batch_norm_caution(how: DistributedConfig, batch_size: int, model: nn.Module
         f"{which} uses the statistics of {part}, not of the batch of {batch_size}, so results differ from one device "
         f"without accumulate. {remedy}"
     )
+
+
+def _ghost_caution(
+    transforms: Sequence[Transform], how: DistributedConfig, batch_size: int, model: nn.Module | None
+) -> str:
+    """Caution if a split batch has more groups of GhostBatchNorm, and so smaller ones, than a whole one, or if `dp`
+    may split it among GPUs."""
+    parts = how.ranks * how.accumulate
+    copies = _may_copy(how)
+    images = batch_size // parts
+    for transform in transforms:
+        if not isinstance(transform, GhostBatchNorm) or (model is not None and not batch_norms(model)):
+            continue
+        if copies:
+            return (
+                f"with several GPUs, {transform} divides the images of each by themselves, and evaluation uses the "
+                "statistics of the first one's alone, so results differ from one device. With ddp, evaluation uses "
+                "those of all ranks, and a ghost_batch_size that divides a rank's images makes them equal"
+            )
+        most = transform.ghost_batch_size
+        groups, whole = parts * -(-images // most), -(-batch_size // most)
+        if groups > whole:
+            return (
+                f"{transform} divides each microbatch of {images} images by itself, so that a batch of {batch_size} "
+                f"has {groups} groups instead of {whole}, and results differ from one device without accumulate. A "
+                f"ghost_batch_size that divides {images} makes them equal"
+            )
+    return ""

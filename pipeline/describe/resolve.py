@@ -79,9 +79,9 @@ def resolve(spec: PipelineSpec, *, files: bool = True, precision: strategies.Pre
     check_rules(spec)
     check_loader(data, settings)
     counts, targets = sample_notes(data, spec.target) if files else ("", "")
-    if spec.epochs is not None:
-        check_epochs(spec, spec.epochs)
-    if files:
+    if files:  # else nothing is trained
+        if spec.epochs is not None:
+            check_epochs(spec, spec.epochs)
         check_sources(data, devices)
     steps = lay_out(spec, data, transforms, strategy, why, counts, targets, classes)
     scaled = spec.optimized.at(data.batch_size)

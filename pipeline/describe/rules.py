@@ -234,7 +234,10 @@ def _loss_of_the_model(spec: PipelineSpec) -> None:
     for transform in spec.transforms:
         # Labels are vectors, which stay vectors when mixed; class indices would become probabilities.
         mixes = transform.kind == "batch" and task.kind == "labels"
-        if transform.kind == "loss" or transform.unknown or (transform.targets is not None and not mixes):
+        # Those that change the images alone declare targets because others, such as masks, would have to follow.
+        images = transform.kind == "batch" and transform.keeps_samples and not transform.soft_targets
+        uses = transform.targets is not None and not (mixes or images)
+        if transform.kind == "loss" or transform.unknown or uses:
             raise PlanError(
                 f"{_name(transform)} {'may change' if transform.unknown else 'changes'} targets, outputs or the loss, "
                 "but with loss='model' the model computes its loss itself. Leave one of the two out."

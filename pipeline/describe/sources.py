@@ -6,6 +6,7 @@ import os
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,6 +141,8 @@ def number_of_classes(data: DataConfig, task: Task) -> int:
 
     with closing(open_files(files)) as beton:
         if beton.label_name not in beton.targets:
+            if isinstance(task, Regression):  # whole numbers are targets, too, and not indices of classes
+                return prod(beton.label_facts.shape)
             return len(beton.classes) or beton.label_facts.outputs
         ignored = task.ignored if isinstance(task, Segmentation) else ()
         counted = [value + 1 for value in range(len(beton.classes)) if value not in ignored]
@@ -168,7 +171,23 @@ def trained_on(train: Source, val: Source) -> list[str]:
     ]
 
 
-def same_data_caution(data: DataConfig) -> str:
+_REMOTE = ("cache", "cache_limit", "patience", "stream")  # options of files at addresses
+
+
+def data_cautions(data: DataConfig) -> str:
+    return "; ".join(filter(None, [_same_data_caution(data), _remote_caution(data)]))
+
+
+def _remote_caution(data: DataConfig) -> str:
+    """No error: a recipe may have these options for some of the data that it is used with."""
+    names = [name for source in (data.train, data.val) if source is not None for name in files_of(source).names]
+    given = [f"{name}=" for name in _REMOTE if name in data.changed()]
+    if not given or any(map(is_address, names)):
+        return ""
+    return f"without effect: {', '.join(given)}, because none of the files is at an address"
+
+
+def _same_data_caution(data: DataConfig) -> str:
     shared = [] if data.val is None or data.held_out else trained_on(data.train, data.val)
     if not shared:
         return ""

@@ -268,10 +268,18 @@ class LitModule(pl.LightningModule):
         # Older torch would use weights without gradients again, from a forward of a method (SelectiveBackprop).
         torch.clear_autocast_cache()
         outputs = forward(self.model, images, **model_inputs(self._loss, targets))
+        equal = not self._hooks.may_change_batches  # else the ranks may have different numbers of samples
+        if accumulate > 1 and not equal and len(images) != len(batch[0]):
+            raise PlanError(
+                f"With accumulate={accumulate}, Lightning averages the microbatches of a step, but a batch transform "
+                f"has kept {len(images)} of {len(batch[0])} samples of one, so that each has another weight. Set "
+                "accumulate=1, or train with fit()."
+            )
         with self._full_precision():
-            step = StepLoss(mean_of(self._loss), [(images, targets)], _Ranks(self.trainer), equal=True)
+            step = StepLoss(mean_of(self._loss), [(images, targets)], _Ranks(self.trainer), equal=equal)
             loss = step.share(1, to_float(outputs), targets)
-        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(images))
+        weight: Any = step.weight  # of all ranks, as in an epoch's mean in `fit`
+        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=weight)
         # Lightning divides the loss by `accumulate`, and DeepSpeed divides it again.
         return loss * accumulate if isinstance(self.trainer.strategy, DeepSpeedStrategy) else loss
 

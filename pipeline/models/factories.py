@@ -101,28 +101,32 @@ def vit_s16(num_classes: int = 1000, image_size: int = 224) -> nn.Module:
 
 
 def pretrained(name: str, num_classes: int, weights: str | Path | None = "DEFAULT") -> nn.Module:
-    """Build a torchvision model with a new last layer and pretrained weights: published ones by name, downloaded once
-    to `torch.hub.get_dir()` ("DEFAULT": the best); a file, `.safetensors` or of `torch.save`, whose last layer is
-    loaded if it fits; or None for random ones."""
+    """Build a torchvision model with a new last layer and pretrained weights: published ones by name, or as the object
+    that torchvision has, downloaded once to `torch.hub.get_dir()` ("DEFAULT": the best); a file, `.safetensors` or of
+    `torch.save`, whose last layer is loaded if it fits; or None for random ones."""
     models, known = _torchvision(), _names()
     if name not in known:
         raise RecipeError(f"No model is named {name!r}.{suggest(name, known)}")
     published, file = models.get_model_weights(name).__members__, None
+    weights = next((own for own, each in published.items() if each is weights), weights)
     if weights is not None and weights not in published:
-        if not (omitted() or is_file_name(weights)):  # a file that is not needed any more need not exist
+        is_name = isinstance(weights, str | Path)  # and not the object of another model
+        if not (is_name and (omitted() or is_file_name(weights))):  # a file that is not needed any more need not exist
             raise RecipeError(
                 f"{name} has no weights {weights!r}, nor is that a file.{suggest(str(weights), published)}"
             )
         file = Path(weights)
     if file is not None or weights is None:
-        model: nn.Module = models.get_model(name, weights=None)
+        how = {"init_weights": file is None} if name in AUXILIARY else {}  # else torchvision warns of its default
+        model: nn.Module = models.get_model(name, weights=None, **how)
     elif omitted():
         model = models.get_model(name, weights=None, **_built_for(name, published[str(weights)]))
     else:
         model = _published(name, published[str(weights)])
+    removed = _without_auxiliary(model)
     head = _replace_head(model, num_classes, name)
     if file is not None and not omitted():
-        load_weights(model, file, name, (head,))
+        load_weights(model, file, name, (head,), removed)
     return model
 
 
@@ -143,7 +147,7 @@ def _built_for(name: str, weights: Any) -> dict[str, Any]:
     """Return the arguments with which torchvision builds a model for published weights, and not without them."""
     if name.startswith("vit_"):
         return {"image_size": weights.meta["min_size"][0]}
-    if name not in ("googlenet", "inception_v3"):
+    if name not in AUXILIARY:
         return {}
     heads = {"aux_logits": False} if name == "googlenet" else {}  # its auxiliary ones are removed
     return {"transform_input": True, "init_weights": False, **heads}
@@ -169,6 +173,18 @@ def _published(name: str, weights: Any) -> nn.Module:
     return model
 
 
+def _without_auxiliary(model: nn.Module) -> tuple[str, ...]:
+    """Remove the auxiliary classifiers of GoogLeNet and Inception: they are of ImageNet's classes, and outputs would be
+    others in training than in evaluation. Of published weights, torchvision removes only GoogLeNet's. Return their
+    names, which files of weights may have."""
+    names = tuple(name for name in ("aux1", "aux2", "AuxLogits") if hasattr(model, name))
+    if names:
+        model.aux_logits = False  # type: ignore[assignment]
+    for name in names:
+        setattr(model, name, None)
+    return names
+
+
 def _replace_head(model: nn.Module, num_classes: int, name: str) -> str:
     layers: list[tuple[str, Any]]
     layers = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)]
@@ -186,6 +202,7 @@ def _replace_head(model: nn.Module, num_classes: int, name: str) -> str:
     return path
 
 
+AUXILIARY = ("googlenet", "inception_v3")  # have auxiliary classifiers
 CLASSES = 1000  # of ImageNet, for which torchvision's models are built
 LIBRARIES = ("timm:", "hf:")  # for these prefixes, no code named by a recipe or a checkpoint is imported
 MODELS: dict[str, Factory] = {

@@ -83,11 +83,12 @@ def _unwrapped(state: dict[str, torch.Tensor], own: set[str]) -> dict[str, torch
     return state
 
 
-def load_weights(model: nn.Module, path: Path, name: str, heads: Sequence[str]) -> None:
-    """Load a file, except weights of another shape of `heads`, the layers that return the outputs; if any other weight
-    differs in name or shape, nothing is loaded."""
-    state, own = read_weights(path, name), model.state_dict()
-    prefixes = tuple(f"{head}." for head in heads)
+def load_weights(model: nn.Module, path: Path, name: str, heads: Sequence[str], removed: Sequence[str] = ()) -> None:
+    """Load a file, except weights of `removed` layers, and those of another shape of `heads`, the layers that return
+    the outputs; if any other weight differs in name or shape, nothing is loaded."""
+    without, prefixes = (tuple(f"{layer}." for layer in layers) for layers in (removed, heads))
+    state = {key: value for key, value in read_weights(path, name).items() if not key.startswith(without)}
+    own = model.state_dict()
     left = {
         key for key, value in state.items() if key.startswith(prefixes) and key in own and own[key].shape != value.shape
     }

@@ -73,7 +73,7 @@ class OptimizerConfig(Config):
     """Learning rate schedule, per step: cosine, linear, constant, step, multistep, onecycle, wsd, or
     package.module:function. Or a function of the progress, 0 to 1 from the end of warm-up to the end of the run, that
     returns a factor of the learning rate (finite, 0 or more; checked before training). Or a factory of any torch
-    scheduler, recognized by its first parameter, which must be named `optimizer`: `lambda optimizer:
+    scheduler, recognized by its first parameter, named `optimizer` or annotated as one: `lambda optimizer:
     torch.optim.lr_scheduler.StepLR(optimizer, 30)`. The scheduler is stepped once per optimizer step, also during
     warm-up; on resume, it is created again and stepped as often as before, which restores its state exactly."""
     schedule_options: Annotated[Mapping[str, Any], IN_WORDS] = field(default_factory=FrozenDict)
@@ -220,7 +220,7 @@ class OptimizerConfig(Config):
     def caution(self, batch_size: int) -> str:
         """Empty if learning rate and batch size were tuned together."""
         base = self.base_batch_size
-        if base is None or self.is_factory or base == batch_size or (self.scaling and self.scale_lr):
+        if base is None or base == batch_size or (self.scaling and self.scale_lr):
             return ""
         if not self.scaling:
             return f"the learning rate is for batches of {base:,} images, not {batch_size:,}"

@@ -28,10 +28,10 @@ class Muon(torch.optim.Optimizer):
 
     The momentum of each matrix is replaced by the nearest semi-orthogonal matrix, approximated by `ns_steps`
     Newton–Schulz iterations, batched over matrices of equal shape. A convolution's weight is the matrix (output
-    channels, rest). Parameters with fewer than two rows or columns (class tokens, layer scales) are AdamW's. Every
-    parameter group becomes up to two, with `lr` and `adamw_lr`; a schedule scales both. A group's own `lr` scales its
-    `adamw_lr` by the same factor, unless it sets that, too; with `orthogonalize=False`, it is that of AdamW. Jordan
-    trains embeddings and the last layer with AdamW: `groups={"fc.*": {"orthogonalize": False}}`.
+    channels, rest). Parameters with fewer than two rows or columns (class tokens, layer scales), and complex ones, are
+    AdamW's. Every parameter group becomes up to two, with `lr` and `adamw_lr`; a schedule scales both. A group's own
+    `lr` scales its `adamw_lr` by the same factor, unless it sets that, too; with `orthogonalize=False`, it is that of
+    AdamW. Jordan trains embeddings and the last layer with AdamW: `groups={"fc.*": {"orthogonalize": False}}`.
 
     Parameters sharded by FSDP2 are gathered for the iterations, which every rank computes for all matrices; the
     momentum stays sharded. DeepSpeed, which flattens parameters, is rejected.
@@ -155,6 +155,7 @@ class Muon(torch.optim.Optimizer):
         adamw(
             parameters, gradients, averages, squares, [], steps, amsgrad=False, beta1=beta1, beta2=beta2,
             lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+            has_complex=any(parameter.is_complex() for parameter in parameters),
         )  # fmt: skip
 
 
@@ -250,7 +251,7 @@ def _polynomial(gram: torch.Tensor) -> torch.Tensor:
 
 def _is_matrix(member: Any) -> bool:
     parameter = member[1] if isinstance(member, tuple) else member
-    return parameter.dim() >= 2 and min(_matrix_shape(parameter)) > 1
+    return parameter.dim() >= 2 and min(_matrix_shape(parameter)) > 1 and not parameter.is_complex()
 
 
 def _matrix_shape(parameter: torch.Tensor) -> tuple[int, int]:

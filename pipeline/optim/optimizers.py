@@ -185,7 +185,7 @@ def check_options(optimizer: Any, options: Mapping[str, Any], where: str = "") -
         kind([torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1, 1))], **options)
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:
         remedy = f"See the documentation of {getattr(kind, '__name__', kind)}."
-        if kind is getattr(torch.optim, "Muon", None):
+        if kind is torch.optim.Muon:
             remedy = "Use 'muon', which trains other parameters with AdamW."
         raise PlanError(f"{place} cannot use {dict(options)}: {error}. {remedy}") from None
 

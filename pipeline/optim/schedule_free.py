@@ -109,12 +109,20 @@ class ScheduleFreeAdamW(ScheduleFree):
         for y in ys:
             if "exp_avg_sq" not in self.state[y]:
                 self.state[y]["exp_avg_sq"] = torch.zeros_like(y)
-        squares, beta = [self.state[y]["exp_avg_sq"] for y in ys], group["betas"][1]
+        # As torch's AdamW: of complex numbers, real and imaginary parts are numbers of their own.
+        squares, beta = [_real(self.state[y]["exp_avg_sq"]) for y in ys], group["betas"][1]
+        own = [_real(gradient) for gradient in gradients]
         torch._foreach_mul_(squares, beta)
-        torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta)
+        torch._foreach_addcmul_(squares, own, own, 1 - beta)
         roots = torch._foreach_sqrt(torch._foreach_div(squares, 1 - beta ** group["steps"]))
         torch._foreach_add_(roots, group["eps"])
-        return torch._foreach_div(gradients, roots)
+        directions = zip(ys, torch._foreach_div(own, roots), strict=True)
+        return [torch.view_as_complex(each) if y.is_complex() else each for y, each in directions]
+
+
+def _real(tensor: Any) -> Any:
+    """Return a complex tensor as pairs of real numbers, sharing memory; a real one itself."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 class ScheduleFreeSession(Session):

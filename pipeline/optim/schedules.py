@@ -13,7 +13,7 @@ from ...common.names import imported
 
 ScheduleFunction = Callable[..., Any]
 """A function of the progress (0 to 1) that returns the learning rate's factor; or a factory of one of torch's
-schedulers, whose first parameter is named `optimizer`."""
+schedulers, whose first parameter is named `optimizer` or annotated as one."""
 
 CHECKED_AT = 11  # points of the progress at which a function is checked before training: 0, 0.1, …, 1
 _CLOSE = 1e-9  # relative: a milestone at 0.6 of 5 steps is at step 3, although 3 / 5 and 0.6 may differ in the last bit

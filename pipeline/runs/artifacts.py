@@ -74,6 +74,7 @@ class RunArtifacts(Observer):
         self._folder = job.folder if lead else None
         self._next_picture = perf_counter() + PICTURE
         self._of_weights: dict[str, Any] = {}  # facts of a stop, while the folder has its weights
+        self._apart = False  # whether the history there, and its weights, are of another epoch than this one
         outcome.history = History([], facts)
 
     @property
@@ -114,7 +115,7 @@ class RunArtifacts(Observer):
             if self._folder is not None and history.moment != "0":
                 save_model(state, self._folder / MODEL, epochs=history.moment, about=metadata(history.facts))
                 history.save(self._folder / HISTORY)
-                self._of_weights = {}
+                self._of_weights, self._apart = {}, False
                 if isinstance(state.weights, Tensors):  # they were gathered or read for the file
                     state = open_model(self._folder / MODEL)
             self._outcome.history = history
@@ -125,8 +126,12 @@ class RunArtifacts(Observer):
 
     def add_evaluation(self, evaluation: Evaluation) -> None:
         self._outcome.history = replace(self.history, evaluations=[*self.history.evaluations, evaluation])
-        if self._folder is not None:
-            replace(self.history, facts=self.history.facts | self._of_weights).save(self._folder / HISTORY)
+        if self._folder is not None and not self._apart:
+            self._with_weights.save(self._folder / HISTORY)
+
+    @property
+    def _with_weights(self) -> History:
+        return replace(self.history, facts=self.history.facts | self._of_weights)
 
     def add_straggler(self, straggler: dict[str, Any]) -> None:
         known = self.history.facts.get("stragglers", [])
@@ -142,6 +147,8 @@ class RunArtifacts(Observer):
         if "stopped" in saved.facts:  # the weights stay those of the stop until the next epoch ends
             self._of_weights = {"stopped": saved.facts["stopped"], "continued": True}
             replace(saved, facts=saved.facts | self._of_weights).save(self._folder / HISTORY)
+        # Of a run that was killed after an epoch, before its checkpoint: both stay until that epoch has ended again.
+        self._apart = saved.moment != self._with_weights.moment
         if history.epochs and saved.epochs == history.epochs:
             self._outcome.state = load_model(self._folder / MODEL, epochs=history.moment)
 

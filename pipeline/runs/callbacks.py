@@ -116,10 +116,18 @@ class RunCallbacks(Observer):
 
     def after_gradients(self, state: TrainState) -> None:
         """Copy the gradients before transforms clip them, in `before_step`."""
-        if self._at_steps and self._failure is None:
-            answers = [self._guarded(one, "needs_gradients", state.step + 1) for one in self._all]
-            if any(answers):
-                self._view._gradients = self._engine.gradients()
+        if self._at_steps and self._failure is None and self._needs_gradients(state.step + 1):
+            self._view._gradients = self._engine.gradients()
+
+    def _needs_gradients(self, step: int) -> bool:
+        """Raise an error at once, on this rank alone, unlike those of events: some strategies gather gradients on all
+        ranks together, and this rank would have to know whether the others do."""
+        answers = [self._guarded(one, "needs_gradients", step) for one in self._all]
+        if self._failure is None:
+            return any(answers)
+        if self._engine.world_size == 1:
+            raise self._failure[1]
+        raise DrivetrainError(self._describe_failure()) from self._failure[1]
 
     def before_step(self, state: TrainState) -> None:  # noqa: ARG002
         self._taken = True
@@ -129,7 +137,7 @@ class RunCallbacks(Observer):
         self._view._loss, taken, self._taken = state.step_loss, self._taken, False
         if self._at_steps:
             if self._view._gradients is None or not taken or state.overflowed:
-                needed = self._failure is None and any(one.needs_gradients(state.step) for one in self._all)
+                needed = self._failure is None and self._needs_gradients(state.step)
                 self._view._gradients = {} if needed else None  # the step was skipped
             self._call("on_step_end")
             self._view._gradients = None

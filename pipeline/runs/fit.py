@@ -27,7 +27,7 @@ from .folder import STACKS, check_recipe, descriptions, draw_curves, lock_run_di
 from .initial import InitialWeights, check_source
 from .preflight import preflight
 from .ranks import built_here, on_ranks, trains_here
-from .result import FitResult, TrainingInterrupted
+from .result import FitResult, TrainingInterrupted, TrainingPreempted
 from .run import Run
 
 
@@ -93,6 +93,13 @@ def _check_needs(plan: ResolvedPlan, config: FitConfig) -> None:
                 f"fit({name}={getattr(config, name)}) needs validation data. Pass a second file to load() (--val), or "
                 "leave it out."
             )
+    data = plan.data
+    # Not in `load`: `cross_validate` adds the folds.
+    if data.split_seed and not data.splits and data.per_class is None and data.limit is None:
+        raise PlanError(
+            f"split_seed={data.split_seed} is the seed of val_split, folds, per_class and limit, which are missing. "
+            "Pass one of them, or leave split_seed out."
+        )
 
 
 def _fit(plan: ResolvedPlan, job: FitJob) -> FitResult:
@@ -110,6 +117,10 @@ def _fit(plan: ResolvedPlan, job: FitJob) -> FitResult:
         saved = getattr(interrupt, "checkpoint", None)
         interrupted = TrainingInterrupted(None, result, len(outcome.history.epochs), saved)
     except LostRankError as error:
+        if error.signal:
+            message = f"Stopped by {error.signal} while not every rank could save. {_how_to_go_on(folder)}"
+            _echo(message, progress)
+            raise TrainingPreempted(error.signal, None, message) from None
         raise StrategyError(f"{error}\n{_how_to_go_on(folder)}") from error.__cause__
     else:
         if not trains_here(plan):  # the ranks had copies

@@ -210,7 +210,9 @@ def published(folder: Path | None) -> Iterator[None]:
     try:
         remote.push()
     except (DrivetrainError, OSError) as error:
-        raise _kept(folder, error) from error
+        saved = len(CheckpointDir(folder / CHECKPOINTS).checkpoints()) > 0
+        remedy = " The same command with --resume (resume='auto') on this machine uploads them." * saved
+        raise _kept(folder, error, remedy) from error
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -232,9 +234,9 @@ def uploading_from(address: str) -> Iterator[Path]:
                 raise _kept(folder, error) from error
 
 
-def _kept(folder: Path, error: Exception) -> CheckpointError:
+def _kept(folder: Path, error: Exception, remedy: str = "") -> CheckpointError:
     """Return the error of results that could not be uploaded, with the place where they are."""
-    return CheckpointError(f"{str(error).rstrip('.')}. The results are kept in {folder}.")
+    return CheckpointError(f"{str(error).rstrip('.')}. The results are kept in {folder}.{remedy}")
 
 
 class PublishResults(Observer):

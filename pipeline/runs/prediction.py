@@ -24,6 +24,7 @@ from ...common.errors import DataError, PlanError
 from ...common.pictures import gallery
 from ...common.terminal import is_interactive
 from ...loaders.beton.data_set import BetonFiles, open_files
+from ...loaders.beton.image_modes import CHANNELS
 from ...loaders.beton.layout import MODE_RAW
 from ...loaders.conversion.folders import EXTENSIONS, files_below
 from ...strategies.options import Precision, half_dtype
@@ -174,7 +175,19 @@ def _forward(run: Trained, batch: torch.Tensor) -> Any:
             predictions = task.predict(to_float(outputs))
     finally:
         model.train(training)
-    return map_tensors(torch.Tensor.cpu, predictions)
+    return map_tensors(partial(_of_images, task, len(batch)), predictions)
+
+
+def _of_images(task: Task, count: int, values: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the CPU; raise PlanError unless it has an entry for each image. One number for all of them,
+    such as a mean, would depend on the batch."""
+    if values.shape[:1] != (count,):
+        raise PlanError(
+            f"{type(task).__name__}.predict returned a tensor of shape {tuple(values.shape)} for {count} image(s). "
+            "Each tensor that it returns must have an entry per image: define predict(self, outputs) so that it leaves "
+            "the others out."
+        )
+    return values.cpu()
 
 
 def _precision(spec: PipelineSpec | None, device: torch.device) -> AbstractContextManager[Any]:
@@ -199,8 +212,8 @@ def listed(images: Any, channels: int) -> list[Picture]:
     """Return the pictures that `predict` was given: one, or several, of which each path may be a folder, a pattern or
     a `.beton` file."""
     one = isinstance(images, str | Path | bytes | Image.Image)
-    if isinstance(images, np.ndarray | torch.Tensor):  # of one channel, (N, H, W) are several
-        one = images.ndim == 2 or (images.ndim == 3 and (channels > 1 or images.shape[2] == 1))
+    if isinstance(images, np.ndarray | torch.Tensor):  # of one channel, (N, H, W) are several, but (H, W, 3) is one
+        one = images.ndim == 2 or (images.ndim == 3 and (channels > 1 or images.shape[2] in CHANNELS))
     if not one and not isinstance(images, Iterable):
         raise DataError(f"predict() takes paths or images, not a {type(images).__name__}.")
     found: list[Picture] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,11 @@ from ...common.errors import CheckpointError, DrivetrainError, RecipeError, requ
 from ...common.pictures import drawn, image_tag
 from ...common.storage.files import write_file
 from ...common.table import Table
+from ...transforms import Transform
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.plan import Plan
 from ..ledger.ledger import Ledger
+from ..models.weights import weights_omitted
 from ..recipes.convert import build_pipeline
 from ..recipes.core_yaml import dump, parse
 from ..recipes.files import RECIPE
@@ -148,7 +150,17 @@ def _text_of(file: Path) -> str:
 def first_batch(spec: PipelineSpec | None) -> ShownBatch:
     if spec is None:
         raise CheckpointError("The result has no pipeline.")
-    return batch_of(spec, 0, SAMPLES, None)
+    # The files of weights with which the run began may be gone, and published ones would be downloaded.
+    needed = any(map(_may_use_the_model, spec.transforms))
+    with nullcontext() if needed else weights_omitted():
+        return batch_of(spec, 0, SAMPLES, None)
+
+
+def _may_use_the_model(transform: Transform) -> bool:
+    """Whether a batch may depend on what the model computes: by Drivetrain's own transforms, if they select samples."""
+    own = f"{Transform.__module__.rpartition('.')[0]}."
+    custom = not type(transform).__module__.startswith(own)
+    return transform.selects_samples or transform.unknown or custom
 
 
 def _state(history: History, recipe: str) -> str:

@@ -231,11 +231,8 @@ class Run(Observer):
 
     def _take_folder(self, choice: ResumePoint) -> None:
         """Claim the folder for this run. Errors before this leave its contents unchanged."""
-        begin_run(self._engine, choice, self._store, saves=self._job.checkpoints is not None)
-        if choice.goes_on:
-            self._artifacts.clear_gauges()
-        else:
-            self._artifacts.clear()
+        clear = self._artifacts.clear_gauges if choice.goes_on else self._artifacts.clear
+        begin_run(self._engine, choice, self._store, clear, saves=self._job.checkpoints is not None)
 
     def _history(self, checkpoint: Checkpoint) -> History:
         content, facts = checkpoint.content, dict(checkpoint.content.history.facts)

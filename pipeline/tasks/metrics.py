@@ -16,7 +16,6 @@ import torch
 
 from ...common.errors import PlanError, suggest
 from ...common.names import imported
-from ...strategies.launching.group import of_all_ranks
 from .nests import map_tensors
 
 if TYPE_CHECKING:
@@ -204,6 +203,8 @@ def compute(meters: Mapping[str, Metric], world_size: int) -> dict[str, float]:
     """Return the values over all ranks, without NaN and infinite ones; every rank must call it. States are gathered
     here: torchmetrics would block if a rank has no sample, and thus no tensor to gather."""
     if world_size > 1 and meters:
+        from ...strategies.launching.group import of_all_ranks
+
         everyone = of_all_ranks({name: state_of(metric) for name, metric in meters.items()}, world_size)
         for name, metric in meters.items():
             pool(name, metric, [states[name] for states in everyone])

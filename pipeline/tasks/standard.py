@@ -305,7 +305,10 @@ class Regression(StandardTask):
         return {"value": value}
 
     def check(self, train: Targets, val: Targets | None) -> int:
-        return vectors(self, train, val, "one or more numbers per image")
+        width = vectors(self, train, val, "one or more numbers per image")
+        if len(train.classes) == width:  # else they are names of class indices, which no value here is
+            check_names(train, val, "values")
+        return width
 
     def output_error(self, outputs: Any, width: int | None, source: str) -> str:
         shape = (2,) if width == 1 else (2, width)

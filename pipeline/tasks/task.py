@@ -59,7 +59,7 @@ class Targets:
             two = torch.zeros((2, *size), dtype=torch.uint8)
         else:
             two = torch.from_numpy(self.some)
-            two = two.float() if two.is_floating_point() else two
+            two = two.float() if two.is_floating_point() or two.dim() > 1 else two  # vectors, whatever type is stored
         return two if self.further is None else (two, *self.further(size))
 
 
@@ -159,7 +159,8 @@ class Task:
         return outputs
 
     def predict(self, outputs: Any) -> Any:
-        """Return the prediction for what `outputs` returned. The base class returns it unchanged."""
+        """Return the prediction for what `outputs` returned: tensors with an entry per image, in any nest. The base
+        class returns it unchanged."""
         return outputs
 
     def probabilities(self, outputs: Any) -> Any:
@@ -452,7 +453,7 @@ def check_names(train: Targets, val: Targets | None, what: str) -> None:
         )
     pairs = zip(train.classes, val.classes, strict=True)
     number = next(i for i, (one, other) in enumerate(pairs) if one != other)
-    kind = "Class" if what == "classes" else "Label"
+    kind = {"classes": "Class", "labels": "Label"}.get(what, "Value")
     raise PlanError(
         f"{kind} {number} is {train.classes[number]!r} in {train.source} and {val.classes[number]!r} in {val.source}. "
         f"{remedy}"

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median_low
-from time import perf_counter, time
+from time import perf_counter, sleep, time
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -41,6 +41,7 @@ _SERVICES = {"wandb": "Weights & Biases", "mlflow": "MLflow"}
 SERVICE_RUNS = {name: f"{name}-run.txt" for name in _SERVICES}
 """Files in the folder of a run with the services' runs, which a resumed run continues."""
 STEP = ("step/loss", "step/lr", "step/images_per_s", "step/data_wait_fraction")
+_PATIENCE, _ROUND = 1.0, 0.01  # seconds in which values may arrive after a failure, and between two looks
 
 
 class Logger(Protocol):
@@ -65,7 +66,7 @@ LoggerArg = str | object | None
 
 
 class LoggerWarning(UserWarning):
-    """A logger failed, and is disabled for the rest of the run."""
+    """A logger failed, and is disabled for the rest of the run; or the last values of a run that failed are lost."""
 
 
 def check(choice: LoggerArg, folder: Path | None, *, pickled: bool) -> tuple[object, ...]:
@@ -233,6 +234,9 @@ class PrometheusLogger:
 
     def __init__(self, folder: Path, step: int) -> None:
         self._path, self._values = folder / PROMETHEUS, dict[str, float]()
+        self._names = dict[str, str]()  # in the file, by name
+        for name in (*STEP, *COLUMNS):  # before any of the user's metrics
+            self._name(name)
         escaped = str(folder).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
         self._run = f'run="{escaped}"'
         self.ranks: Sequence[RankTimes] = ()
@@ -242,10 +246,21 @@ class PrometheusLogger:
         self._values |= {**values, "step": step, "updated_seconds": time()}
         lines = []
         for name, value in self._values.items():
-            own = f"drivetrain_{re.sub('[^a-zA-Z0-9_]', '_', name)}"
+            own = self._name(name)
             lines += [f"# TYPE {own} gauge", f"{own}{{{self._run}}} {_number(value)}"]
         lines += self._of_ranks()
         write_file(self._path, "\n".join([*lines, ""]))
+
+    def _name(self, name: str) -> str:
+        """Return a metric's name in the file. Of names that differ only in characters that Prometheus does not allow,
+        later ones end in a number: a file that has one twice is refused as a whole."""
+        if name not in self._names:
+            own = plain = f"drivetrain_{re.sub('[^a-zA-Z0-9_]', '_', name)}"
+            number, taken = 2, {*self._names.values(), *RANK_GAUGES}
+            while own in taken:
+                own, number = f"{plain}_{number}", number + 1
+            self._names[name] = own
+        return self._names[name]
 
     def _of_ranks(self) -> Iterator[str]:
         for name, values in zip(RANK_GAUGES, zip(*self.ranks, strict=True), strict=False):
@@ -402,8 +417,27 @@ class Metrics(Observer):
             self._loggers.log(epoch.values(), state.step)
 
     def on_end(self, *, failed: bool) -> None:
-        self._arrive(wait=not failed)  # after a failure, the device may never answer
+        if failed:
+            self._arrive_soon()
+        else:
+            self._arrive(wait=True)
         self._loggers.close(failed=failed)
+        if self._pending:
+            warnings.warn(
+                f"What was to be logged from step {self._pending[0][0]:,} on is lost: when the run failed, its values "
+                "did not arrive from the device.",
+                LoggerWarning,
+                stacklevel=2,
+            )
+
+    def _arrive_soon(self) -> None:
+        """After a failure, the device may never answer, or only with an error."""
+        end = perf_counter() + _PATIENCE
+        with suppress(RuntimeError):
+            self._arrive()
+            while self._pending and perf_counter() < end:
+                sleep(_ROUND)
+                self._arrive()
 
 
 def _on(device: torch.device, value: float | torch.Tensor) -> torch.Tensor:

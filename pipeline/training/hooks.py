@@ -102,6 +102,7 @@ class TrainingHooks:
         self._seed, self._classes, self._precision, self._all = seed, classes, precision, tuple(transforms)
         # The loader does the work of those that set the size of its images.
         self._batch = [t for t in transforms if t.kind == "batch" and type(t).size is Transform.size]
+        self._of_loader = [t for t in transforms if t.prunes_samples or type(t).size is not Transform.size]
         self._evaluates = any(t.kind == "evaluation" for t in transforms)
         self._sessions: dict[str, Session] = {}
         self._moments = self.moments(Observer())
@@ -137,7 +138,14 @@ class TrainingHooks:
         return next(filter(None, (transform.note(self.state.total_steps) for transform in self._all)), "")
 
     def begin_epoch(self, loader: EpochLoader, image_size: ImageSize) -> None:
-        """Set what changes between epochs, also if the run resumes within one."""
+        """Set what changes between epochs, also if the run resumes within one. Raise `PlanError` if a
+        transform sets what the loader loads, and `loader` is none of Drivetrain's."""
+        if self._of_loader and not isinstance(loader, EpochLoader):
+            raise PlanError(
+                f"{self._of_loader[0]} sets what the loader loads, but {type(loader).__name__} is none of "
+                "Drivetrain's. Pass an FFCVLoader or a TorchLoader to begin_epoch, or use the methods that its "
+                "documentation names."
+            )
         state = self.state
         state.loader, state.image_size = loader, image_size
         full = loader.full_length if isinstance(loader, EpochLoader) else len(loader)

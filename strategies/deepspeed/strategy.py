@@ -86,7 +86,12 @@ class DeepSpeed:
     extra = EXTRA
 
     def __post_init__(self) -> None:
-        self._zero()
+        zero = self._zero()
+        if self.nvme_path is not None and zero.offload != "nvme":
+            raise StrategyError(
+                f"strategy {self.name!r}: nvme_path={str(self.nvme_path)!r} has no effect, because nothing is kept on "
+                "NVMe. Leave it out, or pass stage=3 and offload='nvme'."
+            )
 
     @property
     def name(self) -> str:
@@ -197,7 +202,7 @@ def _refuse_options(strategy: str, options: Options, zero: Zero) -> None:
 
 
 def _refuse_optimizer(strategy: str, optimizer: torch.optim.Optimizer) -> None:
-    known = type(optimizer) in (torch.optim.Adafactor, getattr(torch.optim, "Muon", None))
+    known = type(optimizer) in (torch.optim.Adafactor, torch.optim.Muon)
     if known or getattr(optimizer, "needs_whole_matrices", False):
         raise StrategyError(
             f"strategy {strategy!r}: {type(optimizer).__name__} needs whole matrices, but DeepSpeed flattens the "

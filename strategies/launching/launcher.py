@@ -55,6 +55,7 @@ class Rank:
         self.number = number
         self.report: Report | None = None
         self.heard = 0.0  # when its answer last grew, by `time.monotonic`
+        self.signals: list[str] = []  # names of those that this process has sent to it
         self._size = 0  # of the answer so far, in bytes
         self._file = _file_in_memory("answer")
         try:
@@ -279,6 +280,7 @@ def _look(ranks: list[Rank]) -> None:
 def _signal(ranks: list[Rank], number: int) -> None:
     for rank in ranks:
         if rank.report is None:
+            rank.signals.append(signal.Signals(number).name)
             with suppress(ProcessLookupError):
                 os.kill(rank.process.pid, number)
 
@@ -329,6 +331,8 @@ def _first_cause(ranks: list[Rank], stacks: Stacks) -> StrategyError:
     if report.traceback:
         message += f"\n\nTraceback of rank {rank.number}:\n{report.traceback}"
     error = (LostRankError if report.echo or report.kind == "died" else StrategyError)(message)
+    if isinstance(error, LostRankError) and report.kind == "died":
+        error.signal = next((name for name in rank.signals if f"by {name} " in report.what), "")
     error.__cause__ = _load_exception(rank)
     return error
 

@@ -252,7 +252,10 @@ def _others_wait() -> bool:
 
 
 class LostRankError(StrategyError):
-    """Another rank of the job failed, was lost, or did not take part in a collective in time."""
+    """Another rank of the job failed, was lost, or did not take part in a collective in time. `signal` names the
+    forwarded signal that has ended it, because it could not note it yet, or no longer; else it is empty."""
+
+    signal = ""
 
 
 def is_echo(error: BaseException, text: str) -> bool:

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from drivetrain import Classification, NonFiniteError, strategies
+from drivetrain.pipeline.telemetry import loggers
 from drivetrain.pipeline.telemetry.host_copy import HostCopy
-from drivetrain.pipeline.telemetry.loggers import Metrics
+from drivetrain.pipeline.telemetry.loggers import LoggerWarning, Metrics
 from drivetrain.pipeline.telemetry.observer import Observer
 from drivetrain.pipeline.telemetry.progress import Progress
 from drivetrain.pipeline.telemetry.state import TrainState
@@ -237,3 +238,29 @@ def test_numbers_next_to_tensors_are_logged_without_waiting(monkeypatch: pytest.
     ((_, names, copy, _),) = metrics._pending
     assert names == ["norm", "rate", "own"]
     assert copy._host.tolist() == pytest.approx([1.0, 0.1, 1.0])
+
+
+@pytest.mark.parametrize("answer", ["late", "never", "an error"])
+def test_after_a_failure_values_may_arrive_for_a_moment(answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warning has the step of those that do not."""
+    looks: list[bool] = []
+
+    class Slow(HostCopy):
+        @property
+        def arrived(self) -> bool:
+            looks.append(answer == "late" and len(looks) > 2)
+            if answer == "an error" and len(looks) > 1:
+                raise RuntimeError("CUDA error: unspecified launch failure")
+            return looks[-1]
+
+    monkeypatch.setattr(loggers, "HostCopy", Slow)
+    if answer == "never":
+        monkeypatch.setattr(loggers, "_PATIENCE", 0.05)
+    logged: list[int] = []
+    metrics = Metrics((SimpleNamespace(log=lambda _, step: logged.append(step)),), None, 1)
+    metrics.on_start(TrainState())
+    metrics.log({"norm": 0.5}, 7)
+    assert logged == []
+    with nullcontext() if answer == "late" else pytest.warns(LoggerWarning, match="from step 7 on is lost"):
+        metrics.on_end(failed=True)
+    assert logged == [7] * (answer == "late")

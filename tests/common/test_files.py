@@ -7,10 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import nfs
 import pytest
 from drivetrain.common.errors import DrivetrainError
 from drivetrain.common.storage import files
-from drivetrain.common.storage.files import atomic_file, atomic_files, renames_held, wait_for_renames
+from drivetrain.common.storage.files import atomic_file, atomic_files, exclusive_lock, renames_held, wait_for_renames
 
 
 def test_atomic_file(tmp_path: Path) -> None:
@@ -29,6 +30,28 @@ def test_atomic_file(tmp_path: Path) -> None:
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_one_has_locked_is_refused_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also to one that has opened the lock file before the first one removed it: its lock would keep out nobody."""
+    lock = tmp_path / ".lock"
+    with exclusive_lock(lock, "Taken."):
+        with pytest.raises(DrivetrainError, match="Taken"), exclusive_lock(lock, "Taken."):
+            pass
+        assert names(tmp_path) == [".lock"]
+    assert names(tmp_path) == []
+    acquire = files.acquire
+
+    def late(file: Any, **how: bool) -> bool:
+        lock.unlink()
+        return acquire(file, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "acquire", late)
+        with pytest.raises(DrivetrainError, match="Taken"), exclusive_lock(lock, "Taken."):
+            pass
+    with exclusive_lock(lock, "Taken."):
+        pass
 
 
 def write_both(folder: Path) -> None:
@@ -153,6 +176,17 @@ def test_renames_wait_for_those_of_another_writer(tmp_path: Path) -> None:
         writer.result(timeout=30)
         reader.result(timeout=30)
     assert names(tmp_path) == ["a", "b"]
+
+
+def test_a_reader_waits_for_renames_over_nfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", nfs.flock)
+    with (tmp_path / ".a.lock").open("ab") as held, ThreadPoolExecutor(1) as pool:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        reader = pool.submit(wait_for_renames, tmp_path / "a")
+        with pytest.raises(TimeoutError):
+            reader.result(timeout=0.3)
+        fcntl.flock(held, fcntl.LOCK_UN)
+        reader.result(timeout=30)
 
 
 def test_a_reader_holds_writers_that_come_later(tmp_path: Path) -> None:

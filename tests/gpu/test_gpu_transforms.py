@@ -20,7 +20,7 @@ from torch import nn
 pytestmark = [*gpu_device.MARKS, pytest.mark.filterwarnings("ignore::drivetrain.transforms.NothingChanged")]
 DRAWS_ON_DEVICE = {"GyroDropout", "PatchDropout", "StochasticDepth"}
 """Their random numbers in training are the device's own, which are not the CPU's."""
-SHORT = {"InfoBatch": {"anneal": 0.0}}
+SHORT = {"InfoBatch": {"anneal": 0.0}, "LayerFreezing": {"freeze_start": 0.2}}
 """Options for a training of two epochs."""
 OF_TOKENS = {"SeqLengthWarmup"}
 """For sequences of tokens, which no pipeline of images has."""

@@ -26,7 +26,7 @@ from drivetrain.pipeline.recipes.presets import KEYS, parse_overrides
 from drivetrain.transforms import SWA
 from loader_pictures import jpeg_bytes, picture
 from PIL import Image
-from pipeline_data import Toy, plain_model
+from pipeline_data import Loud, Toy
 from places import ROOT
 from process_state import output_of
 from torch import nn
@@ -173,18 +173,6 @@ def test_the_blocks_of_a_page_run_one_after_another(
         for printed, instead in REPLACED.get(page, {}).items():
             text = text.replace(printed, instead)
         exec(compile(text, page, "exec", dont_inherit=True), names)
-
-
-class Loud(nn.Module):
-    """Its gradients overflow at fp16's first loss scale."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = plain_model()
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.layers(images * 30)
-        return logits
 
 
 def test_loops_of_ones_own_are_that_of_fit(toy: Toy, capsys: pytest.CaptureFixture[str]) -> None:

@@ -166,11 +166,11 @@ def blocks(answer: str, language: str = "python") -> list[str]:
 
 @pytest.mark.long
 def test_every_answer_runs(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the loop of one's own reaches the weights of `fit`, with its schedule and its mixing."""
+    """And the loop of one's own reaches the weights of `fit`, with its schedule, its mixing and its averages."""
     monkeypatch.chdir(tmp_path)
     images, _ = toy_arrays(4, seed=3)
     Path("train.beton").symlink_to(toy.train)
-    pipeline = toy.pipeline().transform(transforms.MixUp(0.2))
+    pipeline = toy.pipeline().transform(transforms.MixUp(0.2), transforms.EMA(half_life=2))
     pipeline = pipeline.optimize("sgd", lr=0.1, momentum=0.9, warmup=0.25)
     names: dict[str, Any] = {"pipeline": toy.pipeline(), "images": images, "__name__": "guide"}
     for answer in ANSWERS:

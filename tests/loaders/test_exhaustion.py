@@ -165,6 +165,32 @@ def test_a_garbage_collection_within_the_lock_does_not_hang(monkeypatch: pytest.
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == before
 
 
+def test_the_limit_stays_raised_for_the_last_data_set_that_needs_it() -> None:
+    """Also for one that has found enough, because another one had raised the limit before."""
+
+    class Owner:
+        pass
+
+    def limit() -> int:
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    low = before[0] - exhaustion_module._free() + 150
+    resource.setrlimit(resource.RLIMIT_NOFILE, (low, before[1]))
+    try:
+        first, second = Owner(), Owner()
+        with more_descriptors(600) as keep:
+            keep(first)
+        raised = limit()
+        with more_descriptors(300) as keep:
+            keep(second)
+        del first
+        assert low < raised == limit()
+        del second
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
 class Pictures(Dataset[Any]):
     """Six pictures; reading the fourth raises what the system refuses."""
 

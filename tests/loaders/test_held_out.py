@@ -18,6 +18,7 @@ from drivetrain.loaders.beton.data_set import open_files
 from drivetrain.loaders.order import epoch as epoch_order
 from drivetrain.loaders.order.arrays import by_weight
 from drivetrain.loaders.order.batches import Marked, Rest, as_array, count_marked, marked, taken
+from drivetrain.loaders.order.permutation import key_of, permuted
 from drivetrain.loaders.sample_options import SampleOptions
 from drivetrain.loaders.selection import Selection, selected
 from drivetrain.loaders.sources import files_of
@@ -192,6 +193,30 @@ def test_a_position_is_drawn_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (epoch_order.line_of(weights) == line).all()
 
 
+@pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (0, 1), (5, 1), (5, 10**12)])
+def test_the_samples_that_this_version_draws_by_weight_stay(seed: int, epoch: int) -> None:
+    """As a loop over the pieces of the line counts the points in each: resumed runs depend on it."""
+    count, unit = 30, 1 << 30
+    line = epoch_order.line_of(np.random.default_rng(2).random(count))
+    offset = (int(key_of(seed, purpose=5)) + epoch * 663_608_941) % unit
+    expected, before = list[int](), 0
+    for place, end in enumerate(line.tolist()):
+        sample = int(permuted(np.array([place]), count, key_of(count, purpose=6))[0])
+        points = sum(before < (number + 1) * unit - offset <= end for number in range(count))
+        expected += [sample + turn * 100 for turn in range(points)]
+        before = end
+    order = epoch_order.drawn(range(count), line, seed=seed, epoch=epoch, repeats=100)
+    assert order.at(np.arange(count)).tolist() == expected
+
+
+@pytest.mark.parametrize("drawn", ALL_ORDERS)
+def test_each_seed_and_epoch_draws_others_by_weight(drawn: Any) -> None:
+    samples, weights = np.arange(50_000), np.random.default_rng(0).random(50_000)
+    keys = [{"seed": seed, "epoch": epoch} for seed in range(3) for epoch in range(3)]
+    found = [np.sort(drawn(samples, weights, **key, repeats=50_000)) for key in keys]
+    assert len({each.tobytes() for each in found}) == len(keys)
+
+
 @pytest.mark.parametrize("drawn", ALL_ORDERS)
 def test_classes_that_take_turns_have_their_shares_of_every_epoch(drawn: Any) -> None:
     """On a line in the order of such a file, an epoch has all samples of the first class, or none."""
@@ -228,6 +253,67 @@ def test_samples_by_class() -> None:
     samples = np.array([4, 5, 6, 7])
     parts = selection.by_class(samples, np.array([1, 0, 1, 5]))
     assert [part.tolist() for part in parts] == [[5], [4, 6], [7]]
+
+
+def splitmix(value: int) -> int:
+    """SplitMix64 of a state (Steele et al. 2014), in Python's integers."""
+    value = (value + 0x9E3779B97F4A7C15) % 2**64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) % 2**64
+    return value ^ (value >> 31)
+
+
+@pytest.mark.parametrize("seed", [0, 3, 2**63 - 1])
+def test_the_draws_of_this_version_stay(seed: int) -> None:
+    """With others, a finished run would be evaluated on samples that it was trained on."""
+    assert splitmix(0) == 0xE220A8397B1DCDAF, "the first number of the published generator"
+    samples = np.array([0, 1, 7, 2**40])
+    expected = [splitmix(splitmix(seed) ^ splitmix(sample)) for sample in samples.tolist()]
+    assert selection.draws(samples, seed).tolist() == expected
+
+
+def test_the_folds_of_this_version_stay() -> None:
+    """Class by class, and in each by its draws, samples are dealt out in turn; the only one of a class is in none."""
+    samples, classes = data([4, 1, 9])
+    draws, names = selection.draws(samples, 6).tolist(), classes.tolist()
+    several = [sample for sample in samples.tolist() if names[sample] != 1]
+    dealt = sorted(several, key=lambda sample: (names[sample], draws[sample]))
+    expected = {sample: place % 3 for place, sample in enumerate(dealt)}
+    found = selection.folds_of(samples, classes, 3, 6)
+    assert found.tolist() == [expected.get(sample, -1) for sample in samples.tolist()]
+
+
+@pytest.mark.parametrize(
+    "options", [{"val_split": 0.3}, {"folds": 3, "fold": 1}, {"per_class": 3}, {"limit": 20}], ids=str
+)
+def test_another_split_seed_selects_other_samples(options: dict[str, Any]) -> None:
+    found = [
+        as_array(selection.select(SampleOptions(**options, split_seed=seed), 60, lambda: np.arange(60) % 4).train)
+        for seed in (0, 0, 1)
+    ]
+    assert np.array_equal(found[0], found[1])
+    assert set(found[0].tolist()) != set(found[2].tolist())
+
+
+@pytest.mark.parametrize("near", [False, True])
+def test_weights_are_those_of_the_samples_that_are_left(*, near: bool) -> None:
+    """In whatever order indices= has them, and without those that are held out."""
+    chosen = tuple(np.random.default_rng(0).permutation(60)[:40].tolist())
+    options = SampleOptions(indices=chosen, val_split=0.25, balance=tuple(range(1, 61)))
+    made = selection.select(options, 60, lambda: np.arange(60) % 2, near=near)
+    train = as_array(made.train)
+    assert made.val is not None
+    assert made.weights is not None
+    assert made.line is not None
+    assert sorted([*train.tolist(), *made.val.tolist()]) == sorted(chosen)
+    assert made.weights.tolist() == [sample + 1 for sample in train.tolist()]
+    placed, epochs, total = np.sort(train) if near else train, 400, np.zeros(60)
+    for epoch in range(epochs):
+        order = epoch_order.drawn(placed, made.line, seed=0, epoch=epoch, repeats=60, near=near)
+        total += np.bincount(order.at(np.arange(order.count)) % 60, minlength=60)
+    expected = np.zeros(60)
+    expected[train] = made.weights / made.weights.sum() * len(train)
+    assert np.abs(total / epochs - expected).max() < 0.05
 
 
 @pytest.mark.parametrize("margin", [8, 0])  # without, classes have too few below the first bound

@@ -48,6 +48,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"seed": 2**63}, "seed=9223372036854775808"),
     ({"seed": None}, "seed=None"),
     ({"order": "randon"}, "order='randon' is not known. Did you mean 'random'"),
+    ({"order": ""}, "order='' is not known"),
+    ({"drop_last": 0}, "drop_last=0 must be True or False"),
     ({"crop": "pad"}, "crop='pad' is not known. .*Known: fit, padded, random, resized, whole"),
     ({"scale": (0, 1)}, r"scale=\(0, 1\)"),
     ({"scale": (0.5, 0.2)}, "scale="),
@@ -180,3 +182,14 @@ def test_resolve_refuses_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path / "photos")
     with pytest.raises(DataError, match=r"drivetrain convert \. photos\.beton$"):
         resolve(".")
+
+
+def test_commands_in_errors_quote_names_with_spaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my photos").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"drivetrain convert 'my photos' 'my photos\.beton'$"):
+        resolve("my photos")
+    with pytest.raises(BetonError, match=r"drivetrain convert 'my photos' OUT\.beton$"):
+        FFCVLoader("my photos", batch_size=2, image_size=SIDE)
+    with pytest.raises(BetonError, match=r"drivetrain convert SOURCE 'my file\.beton'$"):
+        FFCVLoader("my file.beton", batch_size=2, image_size=SIDE)

@@ -18,6 +18,7 @@ from drivetrain.loaders.order.permutation import key_of, permuted, subkeys
 from drivetrain.loaders.sample_options import SampleOptions
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from loader_pictures import same
 
 COUNT, SIDE = 23, 12
 
@@ -35,12 +36,6 @@ def epoch(path: Path, **options: Any) -> list[tuple[torch.Tensor, torch.Tensor]]
 
 def order(path: Path, **options: Any) -> list[int]:
     return [int(label) for _, labels in epoch(path, **options) for label in labels]
-
-
-def same(one: list[Any], other: list[Any]) -> bool:
-    return len(one) == len(other) and all(
-        torch.equal(a, c) and torch.equal(b, d) for (a, b), (c, d) in zip(one, other, strict=True)
-    )
 
 
 def joined(parts: list[list[tuple[torch.Tensor, torch.Tensor]]]) -> list[tuple[torch.Tensor, torch.Tensor]]:

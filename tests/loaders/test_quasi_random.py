@@ -3,6 +3,7 @@
 import itertools
 import shutil
 import tracemalloc
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from drivetrain.loaders.beton.manifest import manifest_path
 from drivetrain.loaders.order.arrays import array_order, by_weight, mixed_array
 from drivetrain.loaders.order.batches import WINDOW, Order, Rest, between, shares
 from drivetrain.loaders.order.epoch import drawn, in_runs, line_of, spread, unshuffled
+from drivetrain.loaders.order.permutation import key_of, permuted, subkeys
 from drivetrain.loaders.sample_options import SampleOptions
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -149,6 +151,26 @@ def test_shares_near_to_the_order_of_the_file(
         assert (np.diff((own % samples - part[0]) // 64) >= 0).all()
     positions = np.array(data.draw(st.permutations(range(samples))))
     assert order.at(positions).tolist() == found[positions].tolist()
+
+
+@pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (0, 1), (5, 1), (5, 2**63 - 1)])
+def test_the_shares_of_this_version_stay(seed: int, epoch: int) -> None:
+    """As a loop computes them, because resumed runs depend on it: of each part, samples at equal distances, from a
+    place that the seed and the epoch decide; those of each 64 change places."""
+    parts, weights, samples = [range(100), range(100, 107), range(107, 300)], [1.0, 3.0, 2.0], 300
+    expected = list[int]()
+    for number, (part, count) in enumerate(zip(parts, shares(samples, weights), strict=True)):
+        size, seen = len(part), Counter[int]()
+        start = (int(key_of(seed, number, purpose=3)) + epoch * count) % size
+        for own in range(count):
+            place = (own * size + start) // count
+            first = place // 64 * 64
+            key = subkeys(key_of(purpose=7), np.array([first]))
+            near = first + int(permuted(np.array([place - first]), min(64, size - first), key)[0])
+            expected.append(part[near] + seen[place] * samples)
+            seen[place] += 1
+    order = spread(parts, weights, seed=seed, epoch=epoch, samples=samples)
+    assert order.at(np.arange(samples)).tolist() == expected
 
 
 def test_shares_of_more_samples_than_products_of_64_bits() -> None:

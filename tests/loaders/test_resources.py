@@ -102,6 +102,24 @@ def test_memory_does_not_grow(photos: Path) -> None:
         assert process.memory_info().rss - before < 12 << 20  # one epoch alone allocates 7 MB of batches
 
 
+@pytest.mark.parametrize("end", ["the loop", "the loader"])
+def test_batches_in_preparation_are_freed(photos: Path, end: str) -> None:
+    """Also while the loader is kept, as a pipeline keeps its own."""
+    made = loader(photos)
+    batches: Any = iter(made)
+    next(batches)
+    waiting = [weakref.ref(request) for _, request in made._ahead]
+    assert waiting
+    if end == "the loop":
+        batches.close()
+        start_all_threads(made)  # which have ended what they did before
+    else:
+        made.close()
+    gc.collect()
+    assert not any(request() for request in waiting)
+    made.close()
+
+
 @pytest.fixture
 def workspaces(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """The native core's workspaces that are made and freed; the library does so as ever."""

@@ -22,7 +22,7 @@ from drivetrain.loaders.order.epoch import mixed, shuffled
 from drivetrain.loaders.sources import expand, files_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loader_pictures import run_python
+from loader_pictures import run_python, same
 from range_server import serving
 
 SAMPLES = 60
@@ -47,10 +47,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def loaded(loader: Any, epochs: int = 2) -> list[tuple[torch.Tensor, torch.Tensor]]:
     with loader:
         return [tuple(map(torch.cat, zip(*list(loader), strict=True))) for _ in range(epochs)]  # type: ignore[misc]
-
-
-def same(one: Any, other: Any) -> bool:
-    return all(torch.equal(a, b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True))
 
 
 @pytest.mark.parametrize("order", ["random", "sequential"])
@@ -107,6 +103,17 @@ def test_a_damaged_sample_is_named_by_its_file(folder: Path, tmp_path: Path) -> 
         loaded(FFCVLoader(tmp_path / "part-{0..2}.beton", verify=True, **OPTIONS))
 
 
+@pytest.mark.parametrize("damage", ['"numbed": 1', '"number": "1"'])
+def test_a_damaged_number_of_a_file_is_named(tmp_path: Path, damage: str) -> None:
+    convert((np.zeros((4, 8, 8, 3), np.uint8), np.arange(4)), tmp_path / "{a,b}.beton", progress=False)
+    manifest = tmp_path / "b.beton.json"
+    text = manifest.read_text()
+    assert text.count('"number": 1') == 1
+    manifest.write_text(text.replace('"number": 1', damage))
+    with pytest.raises(BetonError, match=r"b\.beton\.json is not a manifest"):
+        open_files(tmp_path / "{a,b}.beton")
+
+
 @pytest.mark.parametrize("order", ["random", "quasi_random"])
 def test_a_mix_has_exact_shares(folder: Path, order: str) -> None:
     mix = {str(folder / "part-{0..2}.beton"): 1, str(folder / "other.beton"): 3}
@@ -143,6 +150,15 @@ def test_repetitions_within_an_epoch_differ(folder: Path) -> None:
     one = np.flatnonzero(numbers % 80 == 70)
     assert len(one) == 3
     assert not torch.equal(images[one[0]], images[one[1]])
+
+
+def test_the_frequencies_of_a_mix_are_those_of_its_draws(folder: Path) -> None:
+    """By which the mean of targets is weighted. In three epochs, each of 60 samples is drawn once, and of 20 nine
+    times."""
+    with FFCVLoader({str(folder / "whole.beton"): 1, str(folder / "other.beton"): 3}, **OPTIONS) as loader:
+        drawn = np.concatenate([np.concatenate(loader.shares(epoch)) % 80 for epoch in range(3)])
+        often = loader.frequencies
+    assert often / often.sum() == pytest.approx(np.bincount(drawn, minlength=80) / len(drawn))
 
 
 @given(

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 import torch
 from drivetrain.common.errors import DataError
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert, open_beton
-from loader_pictures import image_folder, make, picture, raw_pictures
+from drivetrain.loaders.sample_options import SampleOptions
+from loader_pictures import image_folder, make, picture, raw_pictures, same
 from PIL import Image
 from process_state import running_children, wait_until_ended
 from torchvision.datasets import ImageFolder, VisionDataset
@@ -23,12 +25,6 @@ def load(kind: Any, source: Any, epoch: int = 0, **options: Any) -> Batches:
     with make(kind, source, **{"image_size": 16, **options}) as loader:
         loader.set_epoch(epoch)
         return list(loader)
-
-
-def same(one: Batches, other: Batches) -> bool:
-    return len(one) == len(other) and all(
-        torch.equal(a, c) and torch.equal(b, d) for (a, b), (c, d) in zip(one, other, strict=True)
-    )
 
 
 @pytest.mark.parametrize(
@@ -157,6 +153,17 @@ def test_augmentation_is_keyed_by_sample_and_epoch(photos: Path) -> None:
     with TorchLoader(photos, batch_size=4, image_size=16, workers=0, seed=2) as second:
         second.load_state_dict(state)
         assert same(list(second), whole[2:])
+
+
+def test_repetitions_within_an_epoch_have_augmentations_of_their_own(photos: Path) -> None:
+    """Of 18 samples, the first has the weight of ten."""
+    with make(TorchLoader, photos, batch_size=6, image_size=16) as loader:
+        loader.select(loader.selection(SampleOptions(balance=(10.0, *[1.0] * 17))))
+        numbers = np.concatenate(loader.shares(0))
+        images = torch.cat([images for images, _ in loader])
+    repeated = np.flatnonzero(numbers % 18 == 0)
+    assert len(repeated) >= 6
+    assert len({images[place].numpy().tobytes() for place in repeated.tolist()}) > 1
 
 
 @pytest.mark.process
@@ -337,6 +344,23 @@ def test_a_data_set_that_workers_cannot_have(photos: Path) -> None:
         next(iter(loader))
     with make(TorchLoader, data, workers=0) as loader:
         assert len(next(iter(loader))) == 2
+
+
+def test_a_data_set_of_a_notebook_needs_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They could not import its class, and end, which torch reports as if the system had killed them."""
+    notebook: Any = ModuleType("__main__")
+    notebook.Pictures = Pictures
+    monkeypatch.setitem(sys.modules, "__main__", notebook)
+    monkeypatch.setattr(Pictures, "__module__", "__main__")
+    for data in (Pictures(), Returning(Pictures())):  # the class itself, or an object of the other
+        words = rf"^{type(data).__name__} is, or uses, what a notebook .* defines, .*; or pass workers=0"
+        with (
+            TorchLoader(data, batch_size=2, image_size=16, workers=1) as loader,
+            pytest.raises(DataError, match=words),
+        ):
+            next(iter(loader))
+    with TorchLoader(Pictures(), batch_size=2, image_size=16, workers=0) as loader:
+        assert len(next(iter(loader))[0]) == 2
 
 
 def test_a_broken_file_in_an_image_folder(tmp_path: Path) -> None:

@@ -75,6 +75,23 @@ def fail_during_a_collective(pipeline: Pipeline, **fit: Any) -> None:
     pipeline.fit(epochs=1, progress=False, callbacks=[Collective(fail=3)], **fit)
 
 
+class Unanswered(Sums):
+    """Reads all gradients; before step `fail`, the last rank raises instead of answering whether it does."""
+
+    def __init__(self, fail: int) -> None:
+        super().__init__()
+        self.fail = fail
+
+    def needs_gradients(self, step: int) -> bool:
+        if dist.get_rank() == dist.get_world_size() - 1 and step == self.fail:
+            raise ZeroDivisionError("instead of an answer")
+        return True
+
+
+def fail_before_gradients(pipeline: Pipeline) -> None:
+    pipeline.fit(epochs=1, progress=False, callbacks=[Unanswered(fail=2)])
+
+
 def sums_of(pipelines: dict[str, Pipeline]) -> dict[str, list[dict[str, float]]]:
     """On each rank: what `Sums` sees in two epochs of each pipeline, evaluated within them."""
     torch.set_num_threads(1)

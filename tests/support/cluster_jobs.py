@@ -46,6 +46,19 @@ class Slow(Callback):
         time.sleep(0.1)
 
 
+class SignalsWhileLoaded(Callback):
+    """In ranks that load it: sends SIGUSR1 to the process that has started them. They cannot note it yet."""
+
+    def __init__(self) -> None:
+        self.parent = os.getpid()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        while os.getpid() != self.parent:
+            os.kill(self.parent, signal.SIGUSR1)
+            time.sleep(0.05)
+
+
 Case = tuple[Pipeline, Pipeline, dict[str, Any], dict[str, Any]]
 """The pipelines of ranks 0 and 1, and their options of `fit`."""
 

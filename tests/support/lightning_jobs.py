@@ -18,6 +18,7 @@ import torch
 from drivetrain import Pipeline, PlanError
 from drivetrain.transforms import ChannelsLast, LabelSmoothing, MixUp, NoWeightDecay, SqueezeExcite
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
+from own_transforms import WithoutTheFirstClass
 from pipeline_data import plain_model
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -79,6 +80,8 @@ def pipeline_of(case: str, train: str, val: str, ranks: int) -> Pipeline:
     start = start.optimize("sgd", lr=0.1, momentum=0.9, weight_decay=0.2, schedule="cosine", warmup=0.3)
     if case == "plain":
         return start
+    if case == "kept":  # of each rank, another number of samples
+        return start.transform(WithoutTheFirstClass())
     if case == "indivisible":  # 24 divides into 8 parts, and 12, of one of two ranks, does not
         return start.distribute("single", device="cpu", accumulate=8)
     excite = SqueezeExcite(latent_channels=4, min_channels=3)

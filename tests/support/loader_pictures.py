@@ -143,3 +143,10 @@ def load(kind: Any, path: Path, **options: Any) -> torch.Tensor:
     """All images of an epoch by a loader of this kind, in the file's order, uint8, 24 pixels wide."""
     with make(kind, path, **{"order": "sequential", "dtype": torch.uint8, **options}) as loader:
         return torch.cat([images for images, _ in loader])
+
+
+def same(one: list[Any], other: list[Any]) -> bool:
+    """Whether the batches of two lists are equal, bit for bit."""
+    return len(one) == len(other) and all(
+        torch.equal(a, c) and torch.equal(b, d) for (a, b), (c, d) in zip(one, other, strict=True)
+    )

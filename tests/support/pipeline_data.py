@@ -65,6 +65,22 @@ def plain_model(classes: int = CLASSES) -> nn.Module:
     )  # fmt: skip
 
 
+class Layered(nn.Module):
+    """`plain_model` in a module, whose `forward` a subclass defines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = plain_model()
+
+
+class Loud(Layered):
+    """Its gradients overflow at the first loss scale, 65536, and not at a sixteenth of it."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.layers(images * 30)
+        return logits
+
+
 def batch_norm_model(classes: int = CLASSES) -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(4),

@@ -41,6 +41,18 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
+def start_ranks(started: list[subprocess.Popen[str]], folder: Path, code: str, argument: object) -> None:
+    """Run `code` as two ranks with the variables of torchrun; append both to `started`."""
+    script = folder / "script.py"
+    script.write_text(code)
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    common["MASTER_PORT"] = str(free_port())
+    for rank in ("0", "1"):
+        environment = {**os.environ, **common, "RANK": rank, "LOCAL_RANK": rank}
+        command = [sys.executable, str(script), str(argument)]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment))
+
+
 def start_server(script: str) -> subprocess.Popen[str]:
     """A script of `support`, in a session of its own, that answers on stdout what it is asked on stdin."""
     path = os.pathsep.join(filter(None, [str(SUPPORT), os.environ.get("PYTHONPATH")]))

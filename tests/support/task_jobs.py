@@ -106,3 +106,7 @@ def pipeline_of(name: str, files: tuple[str, str], **distribution: Any) -> Pipel
     start = start.load(*files, batch_size=32, image_size=SIDE, flip=False, workers=1)
     start = start.optimize("sgd", lr=0.05, momentum=0.9)
     return start.distribute(**distribution) if distribution else start
+
+
+def history(result: Any) -> list[tuple[float, ...]]:
+    return [(e.loss, e.val_loss, *e.metrics.values()) for e in result.history.epochs]

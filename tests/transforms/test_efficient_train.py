@@ -105,6 +105,8 @@ def test_the_schedule_is_the_papers() -> None:
         done += own
     assert sum(epochs) / 10 == pytest.approx(2.27, abs=0.005), "as the documentation has it"
     assert "48% of the steps at 0.43 of the side, 34% of" in method.caution
+    assert "18% of the steps at 1 of the side; below 1, in multiples of 16 pixels; RandAugment" in method.caution
+    assert "multiples" not in t.EfficientTrain(size_increment=1).caution
     assert [method.compute_at(each) for each in (0, 1)] == [0, 1]
     assert [method.magnitude(30, each) for each in (0, 1)] == [0, 30]
 

@@ -397,6 +397,16 @@ def test_a_loss_per_batch_in_a_loop_of_ones_own(toy: Toy) -> None:
             train_epoch(engine, loader, lambda outputs, targets: F.cross_entropy(outputs, targets), hooks)
 
 
+@pytest.mark.parametrize("method", [t.InfoBatch(), t.ProgressiveResizing()], ids=str)
+def test_another_loader_in_a_loop_of_ones_own_is_refused(method: t.Transform) -> None:
+    engine = strategies.get("single", device="cpu").prepare(plain_model(), lambda p: torch.optim.SGD(p, lr=0.1))
+    hooks = TrainingHooks([method])
+    hooks.begin(engine, 8)
+    loader: Any = [(torch.zeros(BATCH, 3, SIDE, SIDE), torch.zeros(BATCH).long())]
+    with pytest.raises(PlanError, match=rf"{type(method).__name__}.* sets what the loader loads, but list is none of"):
+        hooks.begin_epoch(loader, SIDE)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("loader", ["torch", pytest.param("ffcv_stock", marks=pytest.mark.slow)])
 def test_other_loaders(toy: Toy, loader: str) -> None:

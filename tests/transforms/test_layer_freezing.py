@@ -80,6 +80,22 @@ def test_an_optimizer_leaves_frozen_weights_alone(options: dict[str, float]) -> 
         assert torch.equal(parameter, before[name]) is (name in names), name
 
 
+@pytest.mark.parametrize(
+    ("freezing", "epochs"),
+    [
+        (LayerFreezing(), 2),
+        (LayerFreezing(0.0), 1),
+        (LayerFreezing(0.75), 4),
+    ],
+)
+def test_too_few_epochs_for_any_layer_to_freeze(freezing: LayerFreezing, epochs: int) -> None:
+    """The last epoch starts at freeze_start, or before it."""
+    with pytest.raises(PlanError, match=f"with epochs={epochs} none would freeze"):
+        freezing.check_epochs(epochs, 16)
+    freezing.check_epochs(epochs + 1, 16)
+    LayerFreezing(freezing.freeze_start, freeze_level=0.0).check_epochs(epochs, 16)
+
+
 @pytest.mark.parametrize("progress", [-0.1, 1.1])
 def test_progress_out_of_range(progress: float) -> None:
     with pytest.raises(PlanError, match=f"progress={progress}"):

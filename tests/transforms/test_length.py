@@ -1,6 +1,7 @@
 """Transforms that depend on the length of the training: each declares it, and its hooks are checked against that."""
 
 import dataclasses
+import re
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -9,6 +10,7 @@ import pytest
 import torch
 from drivetrain import strategies
 from drivetrain import transforms as t
+from drivetrain.common.errors import PlanError
 from drivetrain.loaders import FFCVLoader
 from drivetrain.pipeline.training.hooks import TrainingHooks
 from drivetrain.pipeline.training.loop import train_epoch
@@ -160,3 +162,19 @@ def test_a_custom_transform_is_taken_to_follow_the_length_unless_it_declares(
     """A subclass that changes a method does not inherit what was declared of the method before."""
     assert dataclasses.is_dataclass(transform)
     assert (t.follows_length(transform), t.declares_length(transform)) == (follows, declares)
+
+
+@pytest.mark.parametrize("epochs", [1, 3, 8, 11, 13, 59])
+def test_what_errors_of_too_few_epochs_advise_is_enough(epochs: int) -> None:
+    """Also of 11 epochs: half of one is 0.04545…, which was rounded down."""
+    with pytest.raises(PlanError, match="none at the end would use all") as caught:
+        t.InfoBatch(anneal=0.001).check_epochs(epochs, 30)
+    (share,) = re.findall(r"anneal to at least (0\.\d+)", str(caught.value))
+    t.InfoBatch(anneal=float(share)).check_epochs(epochs, 30)
+    for delay in (0.5, 0.995):
+        with pytest.raises(PlanError, match="none would have full size") as caught:
+            t.ProgressiveResizing(delay=delay, finetune=0.001).check_epochs(epochs, 30)
+        ((share, earlier),) = re.findall(
+            r"finetune to at least (0\.\d+)(?:, and delay to at most (0\.\d+))?", str(caught.value)
+        )
+        t.ProgressiveResizing(delay=float(earlier or delay), finetune=float(share)).check_epochs(epochs, 30)

@@ -9,7 +9,7 @@ import surgery_models as models
 import torch
 from drivetrain import PlanError
 from drivetrain.pipeline import Checkpoints
-from drivetrain.transforms import ALiBi, NothingChanged, PatchDropout
+from drivetrain.transforms import ALiBi, GyroDropout, NothingChanged, PatchDropout
 from pipeline_data import SIDE, Toy, numbers
 from torch import Tensor, nn
 from torchvision.models import VisionTransformer
@@ -122,3 +122,13 @@ def test_with_alibi_it_is_refused(toy: Toy) -> None:
             first.apply(model)
             with pytest.warns(NothingChanged, match="grid of patches"):
                 second.apply(model)
+
+
+def test_gyro_dropout_leaves_it_its_place_whichever_is_given_first(toy: Toy) -> None:
+    """Both take the dropout before the first block, and GyroDropout also those in the blocks."""
+    for order in ((GyroDropout(), PatchDropout()), (PatchDropout(), GyroDropout())):
+        with toy.pipeline(small_vit).transform(*order).build() as built:
+            changed = {report.transform: report.changed for report in built.reports}
+        assert changed["PatchDropout"] == ("encoder.dropout",), order
+        assert changed["GyroDropout"], order
+        assert "encoder.dropout" not in changed["GyroDropout"], order

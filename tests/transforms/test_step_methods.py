@@ -131,6 +131,17 @@ def test_clipping_values() -> None:
     torch.testing.assert_close(flat(p.grad for p in parameters[:2]), torch.tensor([0.5, -0.1, -0.5, 0.5]))
 
 
+@pytest.mark.parametrize("others", [0, 1])
+def test_clipping_values_of_complex_gradients(others: int) -> None:
+    parameters = parameters_with(*[[3.0, -0.1]] * others)
+    weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    weight.grad = torch.tensor([3 - 0.2j, -0.1 + 4j, -7 - 7j])
+    assert GradientClipping("value", 0.5).clip([*parameters, weight]) is None
+    torch.testing.assert_close(weight.grad, torch.tensor([0.5 - 0.2j, -0.1 + 0.5j, -0.5 - 0.5j]))
+    for parameter in parameters:
+        torch.testing.assert_close(parameter.grad, torch.tensor([0.5, -0.1]))
+
+
 def test_adaptive_clipping_by_hand() -> None:
     weight = nn.Parameter(torch.tensor([[3.0, 4.0], [3.0, 4.0], [0.0, 0.0]]))
     weight.grad = torch.tensor([[0.0, 1.0], [0.0, 0.1], [0.0, 1.0]])

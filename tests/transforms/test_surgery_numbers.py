@@ -327,6 +327,10 @@ def test_position_embeddings_are_gone_and_the_image_may_grow() -> None:
     assert model.pos_embed.eq(0).all()
     assert not model.pos_embed.requires_grad
     assert model(torch.randn(1, 3, 64, 64)).isfinite().all()
+    # As many patches as 32×32 pixels have, and as 64×64 have, in another place each.
+    for height, width, taken in ((16, 64, "4, 4"), (32, 128, "8, 8")):
+        with pytest.raises(DataError, match=rf"{height}×{width} pixels have as many patches as a grid of \({taken}\)"):
+            model(torch.randn(1, 3, height, width))
     with pytest.raises(DataError, match="25 tokens are not 1 plus a"):
         model(torch.randn(1, 3, 32, 48))
 

@@ -7,6 +7,7 @@ and `after_backward`; `should_step`, `after_gradients`, `should_apply`, `before_
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -245,3 +246,9 @@ def session_at(**moments: Callable[[Loop], object]) -> Session:
     """Return a session without a state, which calls each function at the moment of its name."""
     session: Session = type("Session", (Session,), {name: staticmethod(call) for name, call in moments.items()})()
     return session
+
+
+def least_share(epochs: int) -> float:
+    """Return a share of so many epochs whose end has the middle of the last one in it, with four digits, rounded up:
+    rounded down, as a remedy in an error it would lead to the same error."""
+    return math.ceil(0.5 / epochs * 1e4) / 1e4

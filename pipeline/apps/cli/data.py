@@ -120,6 +120,8 @@ def _class_names(text: str | None) -> list[str] | None:
             lines = Path(text).read_text(encoding="utf-8-sig").rstrip().split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"--classes {text} cannot be read as UTF-8 text: {error}.") from None
+    elif len(lines) == 1 and text.lower().endswith((".txt", os.sep)):  # a mistyped path, and not the only class
+        raise DataError(f"--classes {text} is not a file. Pass a text file with a name per line, or the names: A,B,C.")
     names = [line.strip() for line in lines]
     if "" in names:
         raise DataError(

@@ -58,6 +58,8 @@ def sweep(
             "the seed of the trainings."
         )
     what = space(overrides, count, seed)
+    if count is not None and (found := len(what.combinations)) < count:
+        print(f"--random {count}: these values have only {found} combination(s).", file=sys.stderr, flush=True)
     sources = check_sources([pair.partition("=")[0] for pair in overrides], train, val)
     done = sweep(recipe, what, out, sources, jobs=jobs, said=lambda line: print(line, file=sys.stderr, flush=True))
     print(to_json(done.to_dict()) if as_json else done)

@@ -65,7 +65,7 @@ class Exported:
 
 def export(
     place: str | Path, out: str | Path, *, format: Format | None = None, names: Names = "plain",
-    best: bool = False, model: ModelArg = None, data: str | Path | None = None, tolerance: float = TOLERANCE,
+    best: bool = False, model: ModelArg = None, data: str | Path | None = None, tolerance: float | None = None,
     trust_code: bool = False,
 ) -> Exported:  # fmt: skip
     """Write a trained model as one file, with the evaluated weights: averages (EMA, SWA) if there are any. Next to it,
@@ -92,7 +92,7 @@ def export(
             the run's `recipe.yaml` names, else its training data; random images if neither is a `.beton` file that
             exists.
         tolerance: largest difference between a program's outputs and the model's, relative to the largest output, or to
-            1 if all are smaller. In (0, 1].
+            1 if all are smaller. In (0, 1]. None: 0.001.
         trust_code: as `load_run` takes it, for a run whose model its training script defined.
 
     Returns:
@@ -113,14 +113,15 @@ def export(
     """
     where, place, out = place, opened(place, RECIPE, LEDGER), Path(out)
     kind = _format(format, out)
-    check_number("tolerance", tolerance, CheckpointError, "(0, 1]")
+    if tolerance is not None:
+        check_number("tolerance", tolerance, CheckpointError, "(0, 1]")
     if names not in get_args(Names):
         raise CheckpointError(f"names={names!r:.80} (--names) is not known. Pass plain or trained.")
     if kind != "safetensors" and names != "plain":
         raise CheckpointError(f"names={names!r} (--names) are of safetensors. Leave them out for {kind}.")
     if model is not None and names != "plain":
         raise CheckpointError(f"names={names!r} (--names) takes no model. Remove model= (--model).")
-    for option, given in (("data", data is not None), ("tolerance", tolerance != TOLERANCE)):
+    for option, given in (("data", data is not None), ("tolerance", tolerance is not None)):
         if given and kind == "safetensors":
             raise CheckpointError(
                 f"{option}= (--{option}) compares a program with the model. Leave it out for safetensors."
@@ -140,7 +141,8 @@ def export(
         save_model(state, out, about=metadata(facts))
     else:
         source = None if data is None else Path(data)
-        difference = _program(checkpoint, out, kind, model, source, recipe, tolerance)
+        allowed = TOLERANCE if tolerance is None else tolerance
+        difference = _program(checkpoint, out, kind, model, source, recipe, allowed)
     write_card(card, out, kind, names, checkpoint, folder, recipe, difference, scaled=scaled)
     return Exported(out, checkpoint, card, difference)
 

@@ -227,6 +227,8 @@ stopped=""
 trap 'stopped=yes; kill -@signal@ "$@process@" 2>/dev/null' @signal@@note@
 @command@ &
 @process@=$!
+# A signal that came before has not reached it, and one that is sent at once could be lost while it begins.
+if [ -n "$stopped" ]; then sleep 1; kill -@signal@ "$@process@" 2>/dev/null; fi
 wait "$@process@"; status=$?
 while kill -0 "$@process@" 2>/dev/null; do wait "$@process@"; status=$?; done  # a signal ends "wait" early
 # Drivetrain has saved and left with 75; torchrun makes a 1 of it.

@@ -113,7 +113,9 @@ def space(pairs: Sequence[str], count: int | None = None, seed: int = 0) -> Spac
     seeds = next((axis for axis in axes if axis.key == SEED and SEED not in fixed), Axis(SEED))
     if seeds.low < seeds.high:
         raise PlanError("seed takes whole numbers, as in seed=0..4.")
-    number = math.prod(len(axis.texts) or MOST for axis in free) if count is None else count
+    number = math.prod(len(axis.texts) or MOST for axis in free)
+    if count is not None:
+        number = min(count, number) if all(axis.texts for axis in free) else count
     if count is None and (real := [axis.key for axis in free if not axis.texts]):
         raise PlanError(
             f"{real[0]} is a range of real numbers, of which a grid has no end. List its values, {real[0]}=A,B,C, or "

@@ -123,7 +123,7 @@ class Swept:
     @property
     def _monitor(self) -> Any:
         runs = [run.run for one in self.combinations for run in one.runs]
-        return next((run for run in runs if run.epochs), runs[0]).monitor
+        return next((run for run in runs if "monitor" in run.history.facts), runs[0]).monitor
 
     def _sorted(self) -> list[Combination]:
         sign = -1 if self._monitor.higher_is_better else 1
@@ -215,7 +215,8 @@ def _files(values: Mapping[str, Any]) -> list[str]:
 
 
 def _is_done(run: RunSummary) -> bool:
-    return run.epochs > 0 and not run.problem
+    stopped = run.history.stopped is not None  # perhaps within its first epoch
+    return (run.epochs > 0 or stopped) and not run.problem
 
 
 def _record(folder: Path, wanted: dict[str, dict[str, Any]]) -> None:

@@ -23,16 +23,16 @@ from ....common.budget import OutOfTime, alarm
 from ....common.checks import check_number, check_whole
 from ....common.errors import CheckpointError, DataError, PlanError
 from ....common.storage.addresses import local_path
-from ....common.storage.files import make_folder
+from ....common.storage.files import exclusive_lock, make_folder
 from ....common.terminal import is_interactive
 from ...callbacks.callback import Callback, RunView
 from ...describe.pipeline_spec import PipelineSpec
 from ...describe.resolve import ResolvedPlan, resolve
 from ...ledger.variant import PLAIN
-from ...runs.checkpoints.directory import Checkpoints
+from ...runs.checkpoints.directory import CheckpointDir, Checkpoints
+from ...runs.checkpoints.remote import CHECKPOINTS
 from ...runs.facts import facts_here, fit_options, measured_config, options_of
 from ...runs.fit import fit
-from ...runs.folder import lock_run_dir
 from ...tasks.scales import check_comparable, scales
 from ...telemetry.history import Monitor
 from ...telemetry.provenance import provenance
@@ -66,7 +66,7 @@ def race(
     plans = {name: _checked(name, one, progress) for name, one in given.items()}
     monitor = _monitor(plans)
     facts = _facts(plans, {"target": target, "give_up": give_up, "first seed": spec.seed})
-    with nullcontext() if file is None else _claimed(file):
+    with nullcontext() if file is None else _lock_race(file):
         runs = [] if file is None else read_runs(file, facts)
         result = RaceResult(target, tuple(given), runs, monitor, give_up, facts, provenance=provenance())
         racing = _Race(result, runs, given, range(spec.seed, spec.seed + seeds), file, progress, paired)
@@ -79,7 +79,7 @@ def race(
                         f"Stopped before the next run, which was not expected to end within the {seconds:g} s budget: "
                     )
         except OutOfTime:
-            why = f"Stopped at the {seconds:g} s budget, within a run, which does not count: "
+            why = f"Stopped at the {seconds:g} s budget, within a run, which {racing.left}: "
         except KeyboardInterrupt:
             interrupted, why = True, "Interrupted: "
         result = dataclasses.replace(result, stopped=f"{why}{racing.count}")
@@ -91,10 +91,11 @@ def race(
 
 
 @contextmanager
-def _claimed(file: Path) -> Iterator[None]:
+def _lock_race(file: Path) -> Iterator[None]:
     """Let one race at a time use a file: a second one would replace its results, and remove its unfinished run."""
-    folder = make_folder(_unfinished(file))
-    with lock_run_dir(folder):
+    lock = make_folder(file.parent) / f".{file.name}.race"
+    with exclusive_lock(lock, f"Another race uses {file}. Wait until it ends, or pass another file: out=… (--out)."):
+        folder = make_folder(_unfinished(file))
         try:
             yield
         finally:
@@ -175,6 +176,7 @@ class RaceClock(Callback):
     def __init__(self, monitor: Monitor, target: float, limit: float | None) -> None:
         self.monitor, self.target, self.limit = monitor, target, limit
         self.points: list[list[float]] = []
+        self.undefined = False  # whether the last evaluation had no value
         self._start, self._before = perf_counter(), 0.0
 
     @property
@@ -188,11 +190,12 @@ class RaceClock(Callback):
         return f"race: {self.target:g} not reached within {self.limit:.4g} s" if self.limit is not None else ""
 
     def on_fit_start(self, view: RunView) -> None:  # noqa: ARG002
-        self.points = []
+        self.points, self.undefined = [], False
 
     def on_evaluation_end(self, view: RunView) -> None:
         value = view.metrics.get(self.monitor.name)
-        if value is not None and value == value:  # not over no sample
+        self.undefined = value is None or value != value  # e.g. over no sample
+        if value is not None and not self.undefined:
             self.points.append([view.seconds, view.images, self.monitor.fraction(value)])
         self._look(view)
 
@@ -205,10 +208,11 @@ class RaceClock(Callback):
             view.stop(self.reason)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"points": self.points, "wall": self.wall}
+        return {"points": self.points, "wall": self.wall, "undefined": self.undefined}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.points, self._before, self._start = state["points"], state["wall"], perf_counter()
+        self.undefined = bool(state.get("undefined"))  # which older ones lack
 
 
 class _Race:
@@ -228,6 +232,15 @@ class _Race:
     def count(self) -> str:
         known = [run for run in self._runs if run.seed in self._seeds]
         return f"{len(known)} of {len(self._seeds) * len(self._variants)} runs have ended."
+
+    @property
+    def left(self) -> str:
+        """What becomes of a run that the end of the budget interrupts."""
+        if self._file is None or self._paired:
+            return "does not count"
+        if any(CheckpointDir(folder / CHECKPOINTS).checkpoints() for folder in _unfinished(self._file).glob("*")):
+            return "the next call continues after its last epoch"
+        return "has not ended an epoch, so the next call begins it again (pass more seconds)"
 
     def run(self, deadline: float | None) -> bool:
         """Run what has not ended yet; return whether the time was too short for a run, with which it leaves off."""
@@ -274,7 +287,10 @@ class _Race:
         points = tuple(Point(at, int(images), accuracy) for at, images, accuracy in clock.points)
         stopped, resumed = history.stopped or "", len(history.facts.get("resumed", ()))
         given_up = stopped == clock.reason
-        return RaceRun(name, seed, points, clock.wall, limit if given_up else None, stopped, resumed=resumed)
+        return RaceRun(
+            name, seed, points, clock.wall, limit if given_up else None, stopped, resumed=resumed,
+            undefined=clock.undefined,
+        )  # fmt: skip
 
     def _folder(self, name: str, seed: int) -> Path:
         """Return the folder of a run, with what an interrupt has left of it; what is left of others is removed."""

@@ -43,6 +43,7 @@ class RaceRun:
         stopped: why a callback ended it early, the race's included; "" if none did.
         failed: the reason of an error; "" without.
         resumed: how often it was continued after an interrupt; its seconds include as many more starts.
+        undefined: whether the metric had no value in its last evaluation, which counts as no final accuracy.
     """
 
     variant: str
@@ -53,6 +54,7 @@ class RaceRun:
     stopped: str = ""
     failed: str = ""
     resumed: int = 0
+    undefined: bool = False
 
     def seconds_to(self, target: float, monitor: Monitor) -> float | None:
         """Return the seconds of training until the first evaluation that reaches the target; None if none does."""
@@ -69,8 +71,8 @@ class RaceRow:
         runs: how many are finished: one per seed.
         reached: how many of them reached the target.
         seconds: of training to the target: the median, in which a run that did not reach it is later than all that did,
-            and the interval of the typical time, which is unbounded unless all reached it; None unless more than half
-            did.
+            and the interval of the typical time, the mean of the logarithms, from five runs on without a fifth at each
+            end. It is unbounded unless all reached it; None unless more than half did.
         accuracy: after the last epoch: mean and interval over the runs that the race did not stop; None without one.
         ratio: its time to the target over that of the first variant, from pairs of the same seed; None unless both
             reached it from every seed that both have.
@@ -146,11 +148,12 @@ class RaceResult(Printed):
         if 2 * len(reached) > len(known):
             typical = ratio(known) if len(reached) == len(known) else Ratio(0, 0, math.inf, len(known))
             seconds = Figure(median(known), typical.low, typical.high, len(known))
-        final = [run.points[-1].accuracy for run in runs if run.points and run.limit is None]
+        ended = [run for run in runs if run.points and run.limit is None and not run.undefined]
         pairs = [(times[seed], first[seed]) for seed in times if seed in first]
         paired = bool(pairs) and all(max(pair) < math.inf for pair in pairs)
         return RaceRow(
-            variant, len(runs), len(reached), seconds, interval_of_mean(final) if final else None,
+            variant, len(runs), len(reached), seconds,
+            interval_of_mean([run.points[-1].accuracy for run in ended]) if ended else None,
             ratio([own / other for own, other in pairs]) if paired else None,
         )  # fmt: skip
 
@@ -182,6 +185,8 @@ class RaceResult(Printed):
                 sentences.append(f"{run.variant}, seed {run.seed}, was stopped{after}: its limit was {limit} s.")
             elif run.stopped:
                 sentences.append(f"{run.variant}, seed {run.seed}, ended early: {run.stopped}.")
+            if run.undefined:
+                sentences.append(f"{run.variant}, seed {run.seed}: {self.monitor} has no value in its last evaluation.")
             if run.resumed:
                 sentences.append(
                     f"{run.variant}, seed {run.seed}, was continued after {run.resumed} interrupt(s): its seconds "

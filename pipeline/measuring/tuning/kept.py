@@ -5,13 +5,14 @@ import hashlib
 import json
 import warnings
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 
 from ....common.errors import DrivetrainError
-from ....common.storage.files import cache_folder, write_file
+from ....common.storage.files import cache_folder, exclusive_lock, write_file
 from ....common.storage.json_files import ShapeError, parse
 from ...telemetry.provenance import provenance
 from .result import FORMAT, Tried, Tuned, read_trials, verdicts
@@ -42,6 +43,14 @@ class Kept(Struct):
     def note(self) -> str:
         date = self.date[:16].replace("T", " ")
         return f"{self.stopped} Measured on this machine on {date} UTC; again=True (--again) measures again."
+
+
+def lock_tuning(file: Path | None) -> AbstractContextManager[None]:
+    """Let one tuning at a time use a file: two would replace each other's trials, and slow each other down."""
+    if file is None:
+        return nullcontext()
+    refusal = f"Another tuning uses {file}. Wait until it ends, or pass another file: out=… (--out)."
+    return exclusive_lock(file.with_name(f".{file.name}.tuning"), refusal)
 
 
 class Results:

@@ -39,7 +39,7 @@ from .candidates import (
     to_target,
     untried,
 )
-from .kept import Kept, Results
+from .kept import Kept, Results, lock_tuning
 from .result import Outcome, Tried, Tuned, TuneInterrupted, read_trials
 from .storage import may_be_tried
 from .to_target import TargetTuner
@@ -51,6 +51,12 @@ PROBE_SECONDS = 60.0  # from here on, the first pipeline is tried in a process o
 WHY_NOT = {"failed": "failed", "dropped": "is not faster", "trade": "is not shown to keep the accuracy"}
 WORTH_CONVERTING = 1.05  # a gain that can be hoped for, from which on data are converted
 COMMUNICATION = 0.5  # the bottleneck, if exchanging the gradients alone takes this share of a step or more
+# What may differ where a run resumes, or what the run compares itself (the data, `settings`). A precision of "auto" is
+# that of the checkpoint.
+MAY_CHANGE = (
+    "train", "val", "data", "workers", "batches_ahead", "cache", "cache_limit", "patience", "stream",
+    "strategy", "options", "devices", "accumulate", "timeout", "precision", "settings",
+)  # fmt: skip
 
 
 @plain_torch()
@@ -76,24 +82,26 @@ def tune(
         changes = _to_target(plan, allow, target)
     trained = None if target is None and not allow else epochs if target is None else plan.spec.epochs
     facts = facts_of(plan) | {"allow": sorted({*allow}), "target": target, "epochs": trained}
-    results = Results(_file(out), facts, again=again)
-    budget = Budget(seconds, begin, progress, "tune")
-    if target is None:
-        names = {one.name for one in changes}
-        if "batch_size" in allow:
-            changes += remembered(plan, (one.name for one in results.known if one.name not in names))
-        place(changes, None if results.file is None else results.file.parent, budget.end)
-    if (kept := results.kept) is not None and kept.answers(seconds):
-        tuned = answered(spec, kept, [*changes, *fitting(plan)], facts, target)
-        if tuned is not None:
-            return results.write(tuned)
-    tuner: Tuner | TargetTuner
-    if target is None:
-        arena = Arena(budget.end, seconds * SHARE, probe=seconds >= PROBE_SECONDS, epochs=epochs or 1)
-        tuner = Tuner(spec, arena, changes, fitting(plan), facts, results.known, budget.show, results.save)
-    else:
-        tuner = TargetTuner(spec, target, changes, facts, results.known, budget.end, budget.show, results.save)
-    return _search(tuner, plan, budget, results)
+    file = _file(out)
+    with lock_tuning(file):
+        results = Results(file, facts, again=again)
+        budget = Budget(seconds, begin, progress, "tune")
+        if target is None:
+            names = {one.name for one in changes}
+            if "batch_size" in allow:
+                changes += remembered(plan, (one.name for one in results.known if one.name not in names))
+            place(changes, None if results.file is None else results.file.parent, budget.end)
+        if (kept := results.kept) is not None and kept.answers(seconds):
+            tuned = answered(spec, kept, [*changes, *fitting(plan)], facts, target)
+            if tuned is not None:
+                return results.write(tuned)
+        tuner: Tuner | TargetTuner
+        if target is None:
+            arena = Arena(budget.end, seconds * SHARE, probe=seconds >= PROBE_SECONDS, epochs=epochs or 1)
+            tuner = Tuner(spec, arena, changes, fitting(plan), facts, results.known, budget.show, results.save)
+        else:
+            tuner = TargetTuner(spec, target, changes, facts, results.known, budget.end, budget.show, results.save)
+        return _search(tuner, plan, budget, results)
 
 
 def _file(out: str | Path | None) -> Path | None:
@@ -151,14 +159,14 @@ def can_be_kept(candidate: Candidate | None, tried: Tried) -> bool:
 def recalled(spec: PipelineSpec, out: Path) -> PipelineSpec:
     """Return the pipeline with the changes of speed that a tuning accepted, by its file `out`, without a trial, perhaps
     on another machine: what a run that resumes was begun with. What a longer search accepts may be another training,
-    which cannot resume it."""
+    which cannot resume it. Whether the data are the same, the run itself compares."""
     if not out.exists():
         return spec
     plan = resolve_data(resolve(spec), progress=False)
-    spec = spec.replace(distribution=plan.spec.distribution)  # as in `tune`
     changes = {one.name: one for one in (*candidates(plan), *fitting(plan))}
     place([*changes.values()], out.absolute().parent, perf_counter())
-    for tried in read_trials(out, options_of(plan) | {"allow": [], "target": None, "epochs": None}):
+    facts = {name: value for name, value in options_of(plan).items() if name not in MAY_CHANGE}
+    for tried in read_trials(out, facts | {"allow": [], "target": None, "epochs": None}):
         candidate = changes.get(tried.name)
         if candidate is not None and tried.outcome == "accepted" and can_be_kept(candidate, tried):
             spec = candidate.change(spec)

@@ -190,9 +190,11 @@ def _text(target: torch.Tensor, classes: list[str], kind: str) -> str:
     if not target.dim() and not target.is_floating_point():
         return names_of(len(classes), classes)[int(target)] if classes else str(int(target))
     if not target.dim() or kind not in ("class indices", "labels"):
-        return ", ".join(f"{value:.3g}" for value in target.reshape(-1).tolist()[:4])
+        values = target.reshape(-1)
+        return ", ".join(f"{value:.3g}" for value in values[:4].tolist()) + ", …" * (len(values) > 4)
     names = names_of(len(target), classes)
     chosen = [(float(share), names[at]) for at, share in enumerate(target) if share >= LIKELY]
     chosen.sort(key=lambda pair: -pair[0])
     whole = all(share == 1 for share, _ in chosen)
-    return ", ".join(name if whole else f"{name} {share:.0%}" for share, name in chosen[:3]) or "none"
+    more = ", …" * (whole and len(chosen) > 3)  # of a mixture, the shares do not add up to 100 %
+    return ", ".join(name if whole else f"{name} {share:.0%}" for share, name in chosen[:3]) + more or "none"

@@ -91,7 +91,7 @@ class RunSummary:
 
 @dataclass(frozen=True, eq=False)
 class RunComparison:
-    """Runs beside each other; `compare_runs` returns it. It prints as a table.
+    """Runs side by side; `compare_runs` returns it. It prints as a table.
 
     Attributes:
         runs: in the order given.

@@ -165,6 +165,9 @@ def _labels(figure: Any, errors: Any) -> None:
 
 def _values(figure: Any, errors: Any) -> None:
     panels = figure.subplots(1, min(len(errors.classes), 4), squeeze=False)[0]
+    if (values := len(errors.classes)) > len(panels):
+        title = f"the first {len(panels)} of {values:,} values"
+        figure.suptitle(title, x=0.01, ha="left", fontsize=10, color=INK)
     for k, axes in enumerate(panels):
         target, off = errors.targets[:, k], errors.residuals[:, k]
         axes.axhline(0, color=GRID, zorder=0)

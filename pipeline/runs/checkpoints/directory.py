@@ -132,7 +132,10 @@ class CheckpointDir:
         if self.remote is None or run is None or not is_of_run(self.remote.files.read(f"{CHECKPOINTS}/{RUN}"), run):
             return ""
         newest = next(self.of_run(run), None)
-        if newest is None or newest.content.step <= self.remote.newest_step(run):
+        there = self.remote.newest_step(run)
+        if newest is None or newest.content.step <= there:
+            if newest is not None and newest.content.step == there:
+                self.remote.push()  # as below: the last upload of the files may have failed
             return ""
         try:
             newest.verify()
@@ -290,8 +293,11 @@ def kept_precision(resume: str | Path | None, folder: Path | None) -> Precision 
     return None
 
 
-def begin_run(engine: Engine, choice: ResumePoint, store: CheckpointDir | None, saves: bool) -> None:
-    """Claim the folder for the run. Call it last, when only training itself can still fail."""
+def begin_run(
+    engine: Engine, choice: ResumePoint, store: CheckpointDir | None, clear: Callable[[], None], *, saves: bool
+) -> None:
+    """Claim the folder for the run, and `clear` it, on rank 0; if that fails, every rank raises the error. Call it
+    last, when only training itself can still fail."""
     origin = None if choice.goes_on or choice.checkpoint is None else choice.checkpoint.path
 
     def claim() -> dict[str, Any]:
@@ -300,6 +306,7 @@ def begin_run(engine: Engine, choice: ResumePoint, store: CheckpointDir | None, 
             store.begin(choice.run, origin)
         if store is not None and not saves and not choice.goes_on:
             store.clear()  # a run that saves removes them when its first checkpoint is complete
+        clear()
         return {}
 
     _on_rank_0(engine, claim)

@@ -221,9 +221,18 @@ def description(plan: ResolvedPlan) -> dict[str, Any] | None:
             "transforms": named,
             "seed": plan.seed,
         }
-        return dict(json.loads(json.dumps(entries, default=fspath)))  # paths, of files of weights, as text
+        return dict(json.loads(json.dumps(entries, default=_text_of_weights)))
     except (TypeError, ValueError):  # a value that JSON cannot hold, or no model of that name
         return None
+
+
+def _text_of_weights(value: Any) -> str:
+    """Return the name of torchvision's published weights, which its models take, too, or the path of a file. Another
+    enumeration has no text: by a name in its place, a factory of the user's might build another model."""
+    if isinstance(value, enum.Enum) and type(value).__module__.startswith("torchvision."):
+        return value.name
+    path: str = fspath(value)
+    return path
 
 
 def rebuild_spec(

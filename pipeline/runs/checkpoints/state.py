@@ -310,10 +310,26 @@ def evaluated_state(checkpoint: Checkpoint) -> ModelState:
             for key, averages in kept.items():
                 if checkpoint.content.methods[method][key] != TENSORS:  # JSON values, or tensors of another kind
                     continue
+                names = _names_of_averages({**weights, **unlisted}, averages)
                 for own in (weights, unlisted):
-                    both = own.keys() & averages.keys()
-                    own |= {name: _Average(own[name].dtype, averages.readers[name]) for name in both}
+                    both = own.keys() & names.keys()
+                    own |= {name: _Average(own[name].dtype, averages.readers[names[name]]) for name in both}
         return ModelState(Tensors(weights), Tensors(unlisted))
+
+
+def _names_of_averages(own: Mapping[str, Any], averages: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return the name of the average of each of these tensors that has one. A tensor with several names, such as that
+    of a layer that is used twice, is in a checkpoint under each of them, and its average under the first."""
+    found = {name: name for name in own if name in averages}
+    if 2 * len(found) < len(own):  # averages of some tensors only: the others have none
+        return found
+    for name in own.keys() - found.keys():
+        kind = own[name].shape, own[name].dtype
+        alike = (first for first in averages if first in own and (own[first].shape, own[first].dtype) == kind)
+        same = next((first for first in alike if torch.equal(own[first](), own[name]())), None)
+        if same is not None:
+            found[name] = same
+    return found
 
 
 @dataclass(frozen=True)

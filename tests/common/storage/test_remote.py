@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import fsspec
+import nfs
 import numpy as np
 import pytest
 import torch
@@ -309,6 +310,36 @@ def test_addresses_of_nothing(server: RangeServer, address: str, words: str) -> 
         open_beton(address if "://" in address else server.address(address))
 
 
+class Refused(OSError):
+    """Its status is in the answer, as in errors of huggingface_hub, or its code, as in those of gcsfs."""
+
+    def __init__(self, status: int, where: str) -> None:
+        super().__init__(str(status))
+        vars(self)[where] = SimpleNamespace(status_code=status) if where == "response" else status
+
+
+@pytest.mark.parametrize("where", ["response", "code"])
+@pytest.mark.parametrize(
+    ("status", "requests", "words"),
+    [(401, 5, "5 requests failed in 0 s, the last one with: Refused: 401"), (404, 1, "train.beton does not exist")],
+)
+def test_a_store_that_refuses_is_not_waited_for(
+    status: int, requests: int, words: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = list[str]()
+
+    def refuse(_: Any, path: str) -> None:
+        seen.append(path)
+        raise FileNotFoundError(path) from Refused(status, where)
+
+    system = type("Refusing", (fsspec.AbstractFileSystem,), {"info": refuse})
+    fsspec.register_implementation("refusing", system, clobber=True)
+    monkeypatch.setattr(sources, "_PAUSE", 0.01)
+    with pytest.raises(DataError, match=words):
+        RemoteFile("refusing://data/train.beton", patience=1).facts()
+    assert len(seen) == requests
+
+
 def test_a_server_without_ranges_is_refused(server: RangeServer, address: str) -> None:
     server.ranges = False
     with pytest.raises(DataError, match="cannot be read in ranges"):
@@ -438,6 +469,22 @@ def test_a_removal_that_was_killed_is_completed_by_the_next_job(
     assert [path.name for path in (tmp_path / "own").iterdir() if path.is_dir()] == [copy.parent.name]
 
 
+def test_a_copy_whose_making_was_killed_is_removed_by_the_next_job(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        patch.setattr(cache.shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            local_copy(address, Remote(tmp_path / "own"))
+    assert len([*(tmp_path / "own").glob(".new-*/blocks")]) == 1
+    copy = local_copy(address, Remote(tmp_path / "own"))
+    assert [path.name for path in (tmp_path / "own").iterdir() if path.is_dir()] == [copy.parent.name]
+
+
 def test_a_copy_whose_facts_were_lost_in_a_crash(address: str, tmp_path: Path) -> None:
     """It was made, and its files were not on the disk yet."""
     lost = tmp_path / "own" / "0123456789abcdef"
@@ -519,6 +566,37 @@ def test_a_folder_without_locks(address: str, tmp_path: Path, monkeypatch: pytes
     for opened in (copy, address):
         with pytest.raises(LockError, match=r"cannot be locked: Function not implemented.*cache="):
             open_beton(opened, Remote(tmp_path / "other"))
+
+
+def test_over_nfs_two_jobs_share_a_copy(server: RangeServer, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That both have it open does not keep one from fetching what the other does not."""
+    monkeypatch.setattr(fcntl, "flock", nfs.flock)
+    monkeypatch.setattr(cache, "_STALLED", 3.0)
+    copy = local_copy(address)
+    one, other = Mirror(copy), Mirror(copy)
+    begin = time.monotonic()
+    one.fetch(np.array([0]), BLOCK)
+    other.fetch(np.array([0]), 2 * BLOCK)
+    assert time.monotonic() - begin < 2
+    assert [start // BLOCK for _, start, size in server.requests if size > 0] == [0, 1]
+    one.close()
+    other.close()
+
+
+def test_over_nfs_a_copy_that_nobody_uses_is_removed(
+    server: RangeServer, served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", nfs.flock)
+    shutil.copy(served, served.with_name("two.beton"))
+    own = Remote(tmp_path / "own", 1.5 * served.stat().st_size / 1e9)
+    first = local_copy(server.address("train.beton"), own)
+    used = Mirror(first)
+    os.utime(first.parent / FACTS, (0, 0))
+    with pytest.raises(DataError, match="does not fit"):
+        local_copy(server.address("two.beton"), own)
+    del used
+    second = local_copy(server.address("two.beton"), own)
+    assert [path.parent for path in (tmp_path / "own").glob("*/blocks")] == [second.parent]
 
 
 def test_a_download_that_fails_does_not_wait_again(

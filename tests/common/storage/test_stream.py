@@ -13,6 +13,7 @@ import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from drivetrain.common.errors import BetonError
 from drivetrain.common.storage import addresses, cache, stream
 from drivetrain.common.storage.cache import FACTS, Remote, local_copy
 from drivetrain.common.storage.holes import STREAM_BLOCK as BLOCK
+from drivetrain.common.storage.holes import room_for_streams
 from drivetrain.common.storage.stream import Stream
 from drivetrain.loaders import FFCVLoader, StockFFCVLoader, TorchLoader, convert, open_beton
 from drivetrain.loaders.beton import data_set
@@ -318,6 +320,18 @@ def test_what_is_noted_of_a_stream_that_is_gone_is_of_no_other(server: RangeServ
     room.trim()
 
 
+def test_what_streams_keep_is_not_taken_from_their_room(server: RangeServer) -> None:
+    """Without a limit, half of the disk that was free before."""
+    one = Stream(local_copy(server.address("train.beton"), Remote(stream=True)))
+    room = one.room.size
+    one.fetch(np.array([0]), one.size)
+    other = Stream(local_copy(server.address("part-0.beton"), Remote(stream=True)))
+    assert other.room is one.room
+    assert one.room.size == room
+    one.close()
+    other.close()
+
+
 def test_a_file_that_is_replaced_is_noticed_when_its_blocks_are_fetched_again(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -525,6 +539,15 @@ def test_when_a_rank_uses_a_sample_next() -> None:
     coming = Coming([np.array([5, 2]), np.array([7]), np.array([2 + 10])], 10)
     assert coming.batches(np.array([2, 5, 7, 1])).tolist() == [0.0, 0.0, 1.0, np.inf]
     assert Coming([], 10).batches(np.array([3])).tolist() == [np.inf]
+
+
+def test_the_ranks_of_a_machine_share_the_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the limit, or of half of the free disk if that is less."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=8 * 10**9))
+    for ranks in (1, 4):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        rooms = [room_for_streams(tmp_path, limit) for limit in (0.5, 100.0, None)]
+        assert rooms == [5 * 10**8 // ranks, 4 * 10**9 // ranks, 4 * 10**9 // ranks]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from drivetrain.common.errors import DataError
-from drivetrain.loaders import convert, open_beton, verify
+from drivetrain.loaders import TorchLoader, convert, open_beton, verify
 from loader_pictures import image_folder, jpeg_bytes, jpeg_folder, picture, raw_pictures, refused
 from PIL import Image
 
@@ -139,6 +139,11 @@ def test_arrays(tmp_path: Path, images: Any, labels: Any, words: str) -> None:
     refused((images, labels), tmp_path, words)
 
 
+def test_labels_of_which_none_has_a_class(tmp_path: Path) -> None:
+    words = "Sample 4 has the class index 9, but there are 5 classes"
+    refused((IMAGES, LABELS + 5), tmp_path, words, classes=list("abcde"))
+
+
 @pytest.mark.parametrize("names", ["abcd", "abcdef"])
 def test_other_numbers_of_names_than_of_values(tmp_path: Path, names: str) -> None:
     words = f"has {len(names)} names, but each label has 5 values"
@@ -156,6 +161,18 @@ def test_a_later_target_has_no_name(tmp_path: Path) -> None:
 
 def test_fewer_classes_than_labels(tmp_path: Path) -> None:
     refused((IMAGES, LABELS), tmp_path, "Sample [34] has the class index 4", classes=list("abcd"))
+
+
+def test_a_folder_that_lacks_classes(tmp_path: Path) -> None:
+    """Its labels are those of the names that data with all classes has."""
+    folder, out = jpeg_folder(tmp_path / "images", 1, classes=("ant", "cat")), tmp_path / "out.beton"
+    report = convert(folder, out, classes=["ant", "bee", "cat"], progress=False)
+    assert report.classes == ["ant", "bee", "cat"]
+    assert open_beton(out).labels.tolist() == [0, 2]
+    words = r"the folder .*cat 'bee', and another one 'cat'\. Labels follow the sorted names"
+    refused(folder, tmp_path, words, classes=["bug", "bee", "cat"])
+    twice = r"classes= \(--classes\) has 'ant' twice, so the label of .*ant is not known"
+    refused(folder, tmp_path, twice, classes=["ant", "ant", "bee", "cat"])
 
 
 @pytest.mark.parametrize("classes", ["cats", [0, 1, 2, 3, 4], ["a", None], {"cat"}, 5], ids=repr)
@@ -181,10 +198,33 @@ def test_names_of_a_folder_in_another_order(tmp_path: Path) -> None:
     assert report.classes == ["an ant", "bee", "a cat"]
 
 
+def test_names_of_classes_that_are_not_utf8(tmp_path: Path) -> None:
+    """A run would fail after its first epoch, when it saves its history."""
+    folder = jpeg_folder(tmp_path / "images", 1, classes=(os.fsdecode(b"caf\xe9"), "tea"))
+    words = r"The name of the class 'caf\\udce9' is not UTF-8\. Rename it, or its folder"
+    refused(folder, tmp_path, words)
+    with pytest.raises(DataError, match=words):
+        TorchLoader(folder, batch_size=1, image_size=16, workers=0)
+    report = convert(folder, tmp_path / "out.beton", classes=["café", "tea"], progress=False)
+    assert report.classes == open_beton(tmp_path / "out.beton").classes == ["café", "tea"]
+
+
 def test_a_label_without_a_class_in_a_later_file(tmp_path: Path) -> None:
     """Samples are numbered through all files, as a data set of them does."""
     with pytest.raises(DataError, match="Sample 3 has the class index 5, but there are 2 classes"):
         convert((IMAGES[:4], np.array([0, 1, 0, 5])), tmp_path / "{a,b}.beton", classes=["x", "y"], progress=False)
+
+
+@pytest.mark.parametrize("out", ["a.beton", "{a,b}.beton"])
+@pytest.mark.parametrize("at", range(6))
+def test_a_label_without_a_class_after_skipped_samples(tmp_path: Path, out: str, at: int) -> None:
+    """The number is the sample's in the source."""
+    samples: list[Any] = [(IMAGES[0], 0) for _ in range(8)]
+    samples[1] = samples[4] = (b"", 0)
+    number = [0, 2, 3, 5, 6, 7][at]
+    samples[number] = IMAGES[0], 7
+    with pytest.raises(DataError, match=f"Sample {number} has the class index 7, but there are 2 classes"):
+        convert(samples, tmp_path / out, classes=["x", "y"], on_error="skip", progress=False)
 
 
 @pytest.mark.parametrize("source", [7, None, object(), {1, 2}, iter([1])], ids=lambda value: type(value).__name__)

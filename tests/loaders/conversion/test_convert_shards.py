@@ -232,6 +232,24 @@ def test_errors_name_the_address(store: Store) -> None:
     assert not list(Path("tmp").iterdir())
 
 
+@pytest.mark.usefixtures("store")
+def test_reports_name_the_address() -> None:
+    """As of samples that are skipped, of files whose fields differ."""
+    store_shard([0, "none", 1, 2, 0])
+    report = convert(**REMOTE, on_error="skip")
+    assert [name for name, _ in report.skipped] == ["s3://bucket/in/01.tar: key 0006"]
+    store_shard([0.5, 1.5, 0.5, 1.5, 0.5])
+    words = r"s3://bucket/out/01\.beton has the fields .*float.*, and s3://bucket/out/00\.beton has .*int"
+    with pytest.raises(DataError, match=words):
+        convert(**REMOTE, on_error="skip")
+
+
+def store_shard(labels: list[Any]) -> None:
+    """Replace the second shard in the store."""
+    write_shard(Path("copies/01.tar"), EACH, labels=labels)
+    boto3.client("s3").upload_file("copies/01.tar", "bucket", "in/01.tar")
+
+
 @pytest.mark.process
 @pytest.mark.parametrize(
     "request_held", [pytest.param(r"^GET .*/in/02\.tar", marks=pytest.mark.slow), r"^PUT .*/out/02\.beton "]

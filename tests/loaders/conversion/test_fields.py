@@ -269,6 +269,7 @@ def test_values_that_do_not_fit(tmp_path: Path, change: tuple[int, str, Any], wo
     [
         ("score", "must be a list of names"),
         (3, "fields=3 must be a list of names"),
+        ([["score"]], r"The field \['score'\] must have a name"),
         (["a name longer than 16"], "1 to 16 printable ASCII"),
         ([""], "1 to 16 printable ASCII"),
         (["größe"], "ASCII"),

@@ -126,6 +126,10 @@ REFUSED = {
     "a column without a name": (f"file,\n{ROWS}", "line 1: column 2 has no name"),
     "a name twice": (f"file,x,x\n{ROWS}", "line 1: two columns are named 'x'"),
     "an open quote": (f'file,label\na.jpg,"1\n{ROWS}', r"line \d: it is not CSV"),
+    "a negative whole number": (
+        f"{START},-5\n",
+        r"Sample 3 has the class index -5, but classes start at 0\. Targets are floats, such as -5\.0\.$",
+    ),
 }
 
 

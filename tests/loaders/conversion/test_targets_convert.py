@@ -271,6 +271,8 @@ def test_a_folder_of_masks(folders: tuple[Path, Path], tmp_path: Path, monkeypat
         assert call(*command, names).code == 0
         assert manifest_path(tmp_path / "b.beton").read_bytes() == manifest_path(path).read_bytes()
     assert "class 1 has no name" in call(*command, "a,,b").line
+    mistyped = str(tmp_path / "nmaes.txt")
+    assert f"--classes {mistyped} is not a file. Pass a text file" in call(*command, mistyped).line
     many = ",".join(f"class {number:02}" for number in range(99))  # more characters than the name of a file may have
     assert call(*command, many).code == 0
     masks.rename(photos / "masks")  # below the images
@@ -285,6 +287,22 @@ def test_a_folder_of_masks(folders: tuple[Path, Path], tmp_path: Path, monkeypat
     (photos / "masks").rename(masks)
     (photos / "masks").symlink_to(masks)
     assert convert(photos, out, labels=photos / "masks").samples == COUNT
+
+
+def test_masks_whose_suffix_has_capitals(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    photos, masks = folders
+    for path in (masks / "b.c").iterdir():
+        path.rename(path.with_suffix(".PNG"))
+    beton = beton_of(photos, tmp_path / "a.beton", labels=masks, classes=CLASSES)
+    for place, index in enumerate([0, 2, 4, 1, 3]):
+        assert np.array_equal(beton.mask("label", place), mask(index))
+    as_palette(1).save(masks / "b.c" / "x.1.png")
+    refused(photos, tmp_path, r"x\.1\.PNG and .*x\.1\.png are masks of the same image", labels=masks)
+    (masks / "b.c" / "x.1.png").unlink()
+    (masks / "b.c" / "x.1.PNG").rename(masks / "b.c" / "x.5.PNG")
+    refused(photos, tmp_path, r"x\.1\.PNG has no mask .*x\.1\.png\. Masks are PNG files", labels=masks)
+    as_palette(1).save(masks / "b.c" / "x.1.png")
+    refused(photos, tmp_path, r"mask .*x\.5\.PNG has no image in .*photos\. Add", labels=masks)
 
 
 def test_folders_that_do_not_match(folders: tuple[Path, Path], tmp_path: Path) -> None:

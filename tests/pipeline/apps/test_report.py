@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 from command_line import call
-from drivetrain import Callback, CheckpointError, DrivetrainError
+from drivetrain import Callback, CheckpointError, DrivetrainError, Pipeline
 from drivetrain.pipeline import RunView, TrainingInterrupted
 from drivetrain.pipeline.apps.report import write_report
 from drivetrain.pipeline.ledger.variant import PLAIN, in_turn
+from drivetrain.pipeline.recipes.core_yaml import dump
 from ledgers import of_speeds
-from pipeline_data import Toy, write_toy
+from pipeline_data import BATCH, CLASSES, SIDE, Toy, write_toy
 
 FRAME = """<title></title><script>addEventListener("message", each => document.title = each.data)</script>
 <iframe src="copy.html" style="width: 390px; height: 800px"></iframe>"""  # Chromium's windows are wider
@@ -123,6 +124,18 @@ def test_a_result_reports_itself(toy: Toy, tmp_path: Path) -> None:
     alone = result.report(tmp_path / "alone.html").read_text()
     assert "wrap with single" in alone
     assert "Not available" not in alone
+
+
+def test_a_batch_needs_no_file_of_weights(toy: Toy, tmp_path: Path) -> None:
+    """As on another machine than that of the run."""
+    run, weights = tmp_path / "run", str(tmp_path / "gone.pth")
+    pipeline = Pipeline("pretrained", name="resnet18", num_classes=CLASSES, weights=weights)
+    pipeline = pipeline.load(toy.train, batch_size=BATCH, image_size=SIDE, workers=1)
+    run.mkdir()
+    (run / "recipe.yaml").write_text(dump(pipeline.to_recipe()))
+    page = write_report(run, tmp_path / "r.html").read_text()
+    assert len(checked(page).links) == 24
+    assert page.count("Not available") == 2  # curves and errors, since no epoch has finished
 
 
 @pytest.mark.process

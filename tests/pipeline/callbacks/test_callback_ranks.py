@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from callback_jobs import OnRankOne, both, fail_during_a_collective, sums_of
+from callback_jobs import OnRankOne, both, fail_before_gradients, fail_during_a_collective, sums_of
 from deepspeed_methods import options_of
 from drivetrain import DrivetrainError, EarlyStopping, Pipeline, StrategyError
 from drivetrain.strategies import launch
@@ -89,6 +89,16 @@ def test_an_error_during_a_collective_of_another_rank_ends_the_run(every: int | 
     assert "rank 1 of 2 raised DrivetrainError: Collective.on_step_end failed on rank 1" in str(caught.value)
     assert "ZeroDivisionError: instead of a collective" in str(caught.value)
     assert "did not get through the same event within 1 s" in str(caught.value)
+
+
+def test_an_error_before_gradients_are_gathered_ends_the_run_at_once(toy: Toy) -> None:
+    """The ranks of this strategy sum them, where rank 0 would wait for rank 1."""
+    pipeline = on_two(toy.pipeline(plain_model), "fairscale_sharded_ddp")
+    with pytest.raises(StrategyError) as caught:
+        launch(fail_before_gradients, pipeline, devices=2, timeout=60)
+    assert "rank 1 of 2 raised DrivetrainError: Unanswered.needs_gradients failed on rank 1" in str(caught.value)
+    assert "ZeroDivisionError: instead of an answer" in str(caught.value)
+    assert "did not get through the same event" not in str(caught.value)
 
 
 @pytest.mark.slow

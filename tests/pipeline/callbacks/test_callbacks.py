@@ -135,6 +135,22 @@ def test_gradients_of_the_step_are_seen_before_they_are_zeroed(toy: Toy) -> None
     assert sees.compared == STEPS // 2 * len(list(plain_model().parameters()))
 
 
+class Unanswered(Diary):
+    """Raises where it is asked for the gradients of step 3."""
+
+    def needs_gradients(self, step: int) -> bool:
+        if step == 3:
+            raise ZeroDivisionError
+        return False
+
+
+def test_an_error_where_gradients_are_asked_for_ends_the_run_before_the_step(toy: Toy) -> None:
+    diary = Unanswered()
+    with pytest.raises(ZeroDivisionError):
+        toy.pipeline().fit(epochs=1, progress=False, callbacks=[diary])
+    assert diary.lines[-1] == ("end", 2, True)
+
+
 class FirstNorm(Callback):
     """Keeps the norm of the first step's gradients."""
 

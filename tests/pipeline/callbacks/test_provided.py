@@ -18,7 +18,8 @@ from drivetrain import (
     RunView,
 )
 from host_syncs import HostSyncs
-from pipeline_data import BATCH, TRAIN, Toy
+from pipeline_data import BATCH, CLASSES, TRAIN, Toy, plain_model
+from torch import nn
 from torchmetrics import MaxMetric, MeanMetric
 
 STEPS = TRAIN // BATCH  # in an epoch
@@ -35,6 +36,18 @@ def test_early_stopping_stops_at_the_evaluation_that_its_patience_allows(toy: To
     assert len(by_loss.history.epochs) == 2
     improving = toy.pipeline().fit(epochs=3, progress=False, callbacks=[EarlyStopping(patience=1)])
     assert improving.stopped is None
+
+
+def test_early_stopping_counts_the_evaluations_before_a_resume(toy: Toy, tmp_path: Path) -> None:
+    """The first epoch sets the best value, the second one does not improve, and the third one is the second of two."""
+    pipeline = toy.pipeline().optimize("sgd", lr=1e-9, schedule="constant")
+    first, second = (EarlyStopping("val_loss", patience=2, min_delta=0.01) for _ in range(2))
+    begun = pipeline.fit(epochs=2, out=tmp_path, progress=False, callbacks=[first])
+    assert begun.stopped is None
+    resumed = pipeline.fit(epochs=6, out=tmp_path, progress=False, callbacks=[second], resume="auto")
+    assert len(resumed.history.epochs) == 3
+    assert resumed.stopped is not None
+    assert second.best == first.best == begun.history.epochs[0].val_loss
 
 
 def test_early_stopping_does_not_compare_with_the_best_value_of_another_metric(toy: Toy, tmp_path: Path) -> None:
@@ -130,6 +143,39 @@ def test_gradient_norms_do_not_wait_for_the_device(toy: Toy, tmp_path: Path) -> 
     toy.pipeline().fit(epochs=1, out=tmp_path, progress=False, logger="csv", callbacks=[watched])
     assert watched.waits
     assert [line for line in watched.waits if "host_copy.py" not in line] == []
+
+
+def test_gradient_norms_of_wide_and_complex_numbers(toy: Toy, tmp_path: Path) -> None:
+    class Turned(nn.Module):
+        """The logits of a layer in float64, times complex numbers."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.turn = plain_model().double(), nn.Parameter(torch.ones(CLASSES, dtype=torch.complex64))
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            turned: torch.Tensor = self.layers(images.double()) * self.turn
+            return turned.real
+
+    class Squares(Callback):
+        def __init__(self) -> None:
+            self.sums: list[float] = []
+
+        def needs_gradients(self, step: int) -> bool:  # noqa: ARG002
+            return True
+
+        def on_step_end(self, view: RunView) -> None:
+            self.sums.append(sum(each.abs().double().square().sum().item() for _, each in view.named_gradients()))
+
+    squares = Squares()
+    options: dict[str, Any] = {"out": tmp_path, "progress": False, "logger": "csv"}
+    toy.pipeline(Turned).fit(epochs=1, callbacks=[squares, GradientNorms(every=1)], **options)
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["gradients/total"]]
+    assert [float(row["gradients/total"]) ** 2 for row in rows] == pytest.approx(squares.sums, rel=1e-5)
+    for row in rows:
+        parts = [float(row[f"gradients/{name}"]) for name in ("layers", "turn")]
+        assert sum(part**2 for part in parts) == pytest.approx(float(row["gradients/total"]) ** 2, rel=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.profiler")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import segmentation_jobs as masks
 import yaml
-from drivetrain import MultiLabel, Pipeline, PlanError, Segmentation
+from drivetrain import MultiLabel, Pipeline, PlanError, Regression, Segmentation
 from drivetrain.loaders import convert
 from drivetrain.pipeline import load_run
 from drivetrain.pipeline.describe.resolve import resolve
@@ -60,6 +60,18 @@ def test_labels_without_names_vectors_and_numbers(tmp_path: Path) -> None:
         assert number(auto(str(tmp_path / f"{name}.beton"))) == expected
     several = auto(str(tmp_path / "labels.beton")).task(MultiLabel())
     assert several.fit(epochs=1, progress=False).history.epochs
+
+
+def test_whole_numbers_are_one_target_of_a_regression(tmp_path: Path) -> None:
+    """Not indices of classes, also where these have names."""
+    images, labels = toy_arrays(16, 0)
+    for name, classes in (("ages", None), ("named", [f"{n} years" for n in range(20 + CLASSES)])):
+        file = tmp_path / f"{name}.beton"
+        convert((images, labels + 20), file, classes=classes, progress=False)
+        assert number(auto(str(file))) == 20 + CLASSES
+        assert number(auto(str(file)).task(Regression())) == 1
+    result = auto(str(tmp_path / "ages.beton")).task(Regression()).fit(epochs=1, progress=False)
+    assert isinstance(result.predict(images[0])[0]["value"], float)
 
 
 def test_the_classes_of_masks_are_those_that_have_names(tmp_path: Path) -> None:

@@ -31,11 +31,13 @@ import pytest
 import torch
 from drivetrain import Pipeline, PlanError, StrategyError
 from drivetrain import transforms as t
+from drivetrain.pipeline.describe.config import DistributedConfig
+from drivetrain.pipeline.describe.plan import _ghost_caution
 from drivetrain.pipeline.telemetry.observer import Observer
 from drivetrain.pipeline.telemetry.state import TrainState
 from drivetrain.pipeline.training.loop import train_epoch
 from drivetrain.strategies import launch
-from pipeline_data import Toy, batch_norm_model
+from pipeline_data import Toy, batch_norm_model, plain_model
 from small_recipes import half_resnet
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -133,6 +135,30 @@ def test_the_caution_about_a_split_batch_is_not_of_ghost_batch_norm(toy: Toy) ->
         split = toy.pipeline(model).distribute("single", accumulate=2)
         assert "uses the statistics of each microbatch" in " ".join(split.plan().cautions)
         assert "statistics" not in " ".join(split.transform(t.GhostBatchNorm(8)).plan().cautions)
+
+
+def test_the_plan_has_a_caution_if_ghost_batches_depend_on_the_split(toy: Toy) -> None:
+    """Of a batch of 32; where they are as many as without the split, there is none."""
+
+    def cautions(size: int, accumulate: int, model: Any = batch_norm_model) -> str:
+        split = toy.pipeline(model).distribute("single", accumulate=accumulate)
+        return " ".join(split.transform(t.GhostBatchNorm(size)).plan().cautions)
+
+    assert "each microbatch of 16 images by itself, so that a batch of 32 has 2 groups instead of 1" in cautions(32, 2)
+    assert "a batch of 32 has 4 groups instead of 3" in cautions(12, 2)
+    assert "groups instead" in cautions(32, 2, batch_norm_model())
+    for size, accumulate in ((8, 2), (16, 2), (20, 2), (32, 1), (64, 1)):
+        assert "groups instead" not in cautions(size, accumulate)
+    assert "groups instead" not in cautions(32, 2, plain_model())
+
+
+def test_ghost_batches_on_the_gpus_of_one_process_are_named() -> None:
+    """Those of a plan: there need be no GPU here."""
+    ghost = [t.GhostBatchNorm(8)]
+    how = DistributedConfig("dp", options={"device": "cuda"})
+    assert "evaluation uses the statistics of the first one's alone" in _ghost_caution(ghost, how, 32, None)
+    assert _ghost_caution(ghost, how, 32, plain_model()) == ""
+    assert _ghost_caution(ghost, DistributedConfig("dp", options={"device": "cpu"}), 32, None) == ""
 
 
 def test_gyro_dropout_is_told_how_long_the_run_is(toy: Toy) -> None:

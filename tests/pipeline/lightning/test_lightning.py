@@ -30,8 +30,8 @@ from drivetrain.loaders.options import LoaderOptions
 from drivetrain.pipeline.describe.config import DistributedConfig
 from drivetrain.pipeline.describe.resolve import resolve
 from loader_pictures import jpeg_bytes, picture
-from own_transforms import Own, by_image, hard
-from pipeline_data import Toy, batch_norm_model, numbers, plain_model, write_toy
+from own_transforms import Own, WithoutTheFirstClass, by_image, hard
+from pipeline_data import Layered, Toy, batch_norm_model, numbers, plain_model, write_toy
 from places import SUPPORT
 from torch import nn
 
@@ -148,9 +148,32 @@ def test_class_weights(toy: Toy) -> None:
     result = pipeline.fit(epochs=2, progress=False)
     own = [epoch.values()["val_loss"] for epoch in result.history.epochs]
     assert [values["val_loss"] for values in found] == pytest.approx(own, rel=1e-6)
+    losses = [epoch.loss for epoch in result.history.epochs]
+    assert [values["loss"] for values in found] == pytest.approx(losses, rel=1e-5)
     torch.testing.assert_close(module.model.state_dict(), result.model.state_dict(), rtol=0, atol=1e-6)
     with pytest.raises(PlanError, match="With accumulate=2, Lightning averages the microbatches of a step"):
         pipeline.distribute("single", accumulate=2).to_lightning(epochs=1)
+
+
+def test_ranks_that_keep_different_numbers_of_samples_have_one_mean(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in our loop. Here, one rank after the other takes a step, and learns what the other one has kept."""
+    module = toy.pipeline(plain_model).transform(WithoutTheFirstClass()).to_lightning(epochs=1, **QUIET).module
+    images, classes = torch.rand(12, 3, 16, 16), torch.tensor([0, 0, 0, 0, 1, 2, 0, 1, 2, 3, 1, 2])
+    kept, losses, weights = (2, 5), list[torch.Tensor](), list[int]()
+    monkeypatch.setattr(module, "log", lambda *_, batch_size, **__: weights.append(int(batch_size)))
+    for rank, batch in enumerate(zip(images.split(6), classes.split(6), strict=True)):
+        more = kept[1 - rank]
+        strategy = SimpleNamespace(root_device=torch.device("cpu"), reduce=lambda value, more=more, **_: value + more)
+        module.trainer = SimpleNamespace(
+            strategy=strategy, world_size=2, global_rank=rank, global_step=0, distributed_sampler_kwargs=None
+        )
+        losses.append(module.training_step(batch, 0).detach())
+    expected = nn.functional.cross_entropy(module.model(images[classes > 0]), classes[classes > 0])
+    torch.testing.assert_close(torch.stack(losses).mean(), expected.detach())
+    assert weights == [7, 7]  # the epoch's mean of these losses, too
+    pipeline = toy.pipeline(plain_model).transform(WithoutTheFirstClass()).distribute("single", accumulate=2)
+    with pytest.raises(PlanError, match=r"a batch transform has kept \d+ of \d+ samples of one"):
+        trained(pipeline, 1)
 
 
 @pytest.mark.parametrize("schedule", [own_schedules.dip, own_schedules.one_cycle])
@@ -233,11 +256,7 @@ def test_the_loss_is_computed_in_float32(toy: Toy) -> None:
     """As in `fit`; a product is in bf16 under autocast, which the model has."""
     of_losses, of_model = set[torch.dtype](), set[torch.dtype]()
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = plain_model()
-
+    class Model(Layered):
         def forward(self, images: torch.Tensor) -> torch.Tensor:
             found: torch.Tensor = self.layers(images)
             of_model.add(found.dtype)
@@ -505,8 +524,8 @@ def test_the_names_below_are_all_of_them() -> None:
 def test_ranks_that_run_the_script_again(script: Script, alone: Any) -> None:
     """Lightning's DDP, and its FSDP made to run on the CPU, in one start."""
     sharded = every(["FSDP", "FSDP, gradients", "FSDP of units"])
-    script.run([*every(SCRIPTS), *sharded, ("ddp", "indivisible")], seconds=180)
-    check_figures(script, every(SCRIPTS), alone, "DDPStrategy")
+    script.run([*every(SCRIPTS), *sharded, ("ddp", "kept"), ("ddp", "indivisible")], seconds=180)
+    check_figures(script, [*every(SCRIPTS), ("ddp", "kept")], alone, "DDPStrategy")
     check_figures(script, sharded, alone, "FSDPOnCPU")
     refused = script.found("ddp", "indivisible")["refused"]
     assert "PlanError: batch_size=24 is global and must be divisible by 2 Lightning ranks" in refused

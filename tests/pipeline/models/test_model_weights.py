@@ -1,6 +1,7 @@
 """Weights of files for torchvision's and timm's models: torch's format and safetensors, another last layer, and files
 that are not weights; timm's models by name."""
 
+import enum
 import pickle
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ import torch
 import torchvision
 from drivetrain import DataError, Pipeline, PlanError, RecipeError
 from drivetrain.pipeline import load_run
+from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.models.factories import model_factory, pretrained
 from drivetrain.pipeline.models.weights import read_weights, weights_omitted
+from drivetrain.pipeline.runs.checkpoints.fingerprint import description
 from pipeline_data import CLASSES, Toy, toy_arrays
 from safetensors.torch import load_file, save_file
 
@@ -131,6 +134,38 @@ def test_a_damaged_file_in_torchs_cache(
             pretrained(NAME, 7)
 
 
+def test_published_weights_as_torchvisions_object(
+    state: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path))
+    weights = torchvision.models.get_model_weights(NAME).DEFAULT
+    (tmp_path / "checkpoints").mkdir()
+    save(state, tmp_path / "checkpoints" / weights.url.rpartition("/")[2])
+    assert_has(pretrained(NAME, 7, weights), state, 7)
+    with pytest.raises(RecipeError, match=r"has no weights ResNet18_Weights\.IMAGENET1K_V1, nor is that a file"):
+        pretrained(NAME, 7, torchvision.models.ResNet18_Weights.DEFAULT)
+    with weights_omitted():
+        pretrained(NAME, 7, weights)
+
+
+def test_checkpoints_have_the_name_of_published_weights(toy: Toy) -> None:
+    """A value of another enumeration cannot be known from its name."""
+
+    class Width(enum.Enum):
+        SMALL = 4
+
+    def described(model: str, **options: Any) -> dict[str, Any] | None:
+        pipeline = Pipeline(model, num_classes=CLASSES, **options)
+        return description(resolve(pipeline.load(toy.train, batch_size=32, image_size=32)))
+
+    weights = torchvision.models.get_model_weights(NAME).IMAGENET1K_V1
+    found = described("pretrained", name=NAME, weights=weights)
+    assert found is not None
+    assert found["model_options"] == {"name": NAME, "num_classes": CLASSES, "weights": "IMAGENET1K_V1"}
+    assert found == described("pretrained", name=NAME, weights="IMAGENET1K_V1")
+    assert described("cifar_resnet", width=Width.SMALL) is None
+
+
 def test_without_the_published_weights_it_is_built_as_with_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,6 +185,19 @@ def test_without_the_published_weights_it_is_built_as_with_them(
     assert one == other
     assert vars(trained)["transform_input"] is vars(opened)["transform_input"] is True
     assert large(torch.zeros(2, 3, 384, 384, device="meta")).shape == (2, 7)
+
+
+def test_inception_is_built_without_its_auxiliary_classifier(tmp_path: Path) -> None:
+    """Its outputs are the same in training as in evaluation; torchvision's option refuses published weights."""
+    with weights_omitted(), torch.device("meta"):
+        model = pretrained("inception_v3", 7)
+        assert model(torch.zeros(2, 3, 299, 299)).shape == (2, 7)
+        whole = torchvision.models.inception_v3(init_weights=False)
+    assert model.training
+    assert not any(name.startswith("AuxLogits") for name in model.state_dict())
+    for source in (model, whole):  # both can be the start of another one, the latter without its classifier
+        state = {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in source.state_dict().items()}
+        pretrained("inception_v3", 3, save(state, tmp_path / "weights.pth"))
 
 
 def test_a_run_travels_without_the_file(state: dict[str, torch.Tensor], toy: Toy, tmp_path: Path) -> None:

@@ -79,6 +79,21 @@ def test_convolutions_get_the_formulas_numbers(shape: tuple[int, ...], layout: t
     torch.testing.assert_close(found, [expected], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", [Muon, AdaMuon])
+def test_complex_matrices_are_adamws(kind: Any) -> None:
+    """Orthogonalized, they would lose their imaginary parts."""
+    start = torch.randn(6, 4, dtype=torch.complex64, generator=torch.Generator().manual_seed(9))
+    ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    optimizers = [kind([ours], adamw_lr=0.01), torch.optim.AdamW([theirs], 0.01, (0.9, 0.95), weight_decay=0.0)]
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        ours.grad = torch.randn(6, 4, dtype=torch.complex64, generator=generator)
+        theirs.grad = ours.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(ours, theirs)
+
+
 def plain_adamuon(weight: torch.Tensor, steps: int, lr: float, momentum: float, decay: float) -> torch.Tensor:
     """Algorithm 1 of the paper, one matrix at a time."""
     weight, buffer, squares = weight.clone(), torch.zeros_like(weight), torch.zeros_like(weight)

@@ -198,6 +198,8 @@ def test_no_scaling_rule(toy: Toy) -> None:
         OptimizerConfig(torch.optim.Adagrad, base_batch_size=64, scale_lr=True, options={"lr": 0.1})
     pipeline = toy.pipeline().optimize(torch.optim.Adagrad, lr=0.1, base_batch_size=64)
     assert row(pipeline).caution == "the learning rate is for batches of 64 images, not 32"
+    factory = toy.pipeline().optimize(lambda parameters: torch.optim.SGD(parameters, lr=0.1), base_batch_size=64)
+    assert row(factory).caution == "the learning rate is for batches of 64 images, not 32"
     assert OptimizerConfig(torch.optim.Adagrad, {}).lr == 0.01
 
 

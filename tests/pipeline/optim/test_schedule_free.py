@@ -1,18 +1,20 @@
 """Schedule-Free: the paper's three sequences, what is evaluated and kept, resumed runs, ranks, and what is refused."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import group_jobs
 import pytest
 import torch
-from drivetrain import PlanError
+from drivetrain import PlanError, strategies
+from drivetrain.loaders import FFCVLoader
 from drivetrain.pipeline import export
 from drivetrain.pipeline.optim.schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
 from drivetrain.pipeline.training import calibration
 from drivetrain.strategies import launch
 from drivetrain.transforms import EMA, LayerFreezing
-from pipeline_data import Toy, batch_norm_model, evaluated, numbers, plain_model
+from pipeline_data import CLASSES, SIDE, Toy, batch_norm_model, evaluated, numbers, plain_model
 from safetensors.torch import load_file
 from same_runs import assert_resumes
 from torch import Tensor, nn
@@ -66,6 +68,21 @@ def test_the_papers_numbers(kind: Any) -> None:
     torch.testing.assert_close(weight.detach(), y)
     ((found, z, extent),) = optimizer.averages()
     torch.testing.assert_close(found.lerp(z, extent).detach(), x)
+
+
+@KINDS
+def test_complex_numbers_are_pairs_of_real_ones(kind: Any) -> None:
+    """As in torch's optimizers."""
+    start = torch.randn(3, 2, generator=torch.Generator().manual_seed(9)).double()
+    real, pairs = nn.Parameter(start), nn.Parameter(torch.view_as_complex(start.clone()))
+    optimizers = [kind([each], lr=0.05, weight_decay=0.1, **options_of(kind)) for each in (real, pairs)]
+    for step in range(STEPS):
+        real.grad = gradient(real.detach(), step)
+        pairs.grad = torch.view_as_complex(real.grad.clone())
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = rate(step)
+            optimizer.step()
+    torch.testing.assert_close(torch.view_as_real(pairs.detach()), real.detach())
 
 
 @KINDS
@@ -202,3 +219,22 @@ def test_calibration_waits_for_the_device(toy: Toy, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(calibration, "wait_for", waited.append)
     schedule_free(toy, batch_norm_model).fit(epochs=1, progress=False)
     assert set(waited) == {torch.device("cpu")}
+
+
+def test_calibration_takes_the_first_batches_of_the_epoch(toy: Toy) -> None:
+    """Sixteen of 32, which seed and epoch decide. BatchNorm's statistics are their means; nothing else changes."""
+    model = nn.Sequential(nn.BatchNorm2d(3, momentum=0.3), nn.Flatten(), nn.Linear(3 * SIDE**2, CLASSES))
+    engine: Any = strategies.get("single", device="cpu").prepare(model, partial(torch.optim.SGD, lr=0.1))
+    make = partial(FFCVLoader, toy.train, batch_size=4, image_size=SIDE, workers=1)
+    norm, seen = engine.plain_model[0], list[Tensor]()
+    for epoch in (0, 3):
+        calibration.calibrate(engine, make, nn.functional.cross_entropy, epoch)
+        with make() as loader:
+            loader.set_epoch(epoch)
+            batches = [images for _, (images, _) in zip(range(16), loader, strict=False)]
+        for found, of_batch in ((norm.running_mean, torch.mean), (norm.running_var, torch.var)):
+            expected = torch.stack([of_batch(images, (0, 2, 3)) for images in batches]).mean(0)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        assert (norm.momentum, norm.training, norm.num_batches_tracked.item()) == (0.3, True, 16)
+        seen.append(norm.running_mean.clone())
+    assert not torch.equal(seen[0], seen[1])

@@ -136,6 +136,17 @@ def test_four_channels(tmp_path: Path) -> None:
     assert len(result.predict([four[0], Image.fromarray(four[1]), Image.fromarray(images[2])])) == 3
 
 
+def test_an_array_in_color_is_one_picture_for_a_gray_model(tmp_path: Path) -> None:
+    """As for `convert`, and not a picture per row."""
+    images, labels = toy_arrays(32, seed=1)
+    convert((images[..., 0].copy(), labels), tmp_path / "gray.beton", image_mode="L", progress=False)
+    result = pipeline(str(tmp_path / "gray.beton")).fit(epochs=1, progress=False)
+    (expected,) = result.predict(Image.fromarray(images[0]))
+    for given in (images[0], torch.from_numpy(images[0])):
+        assert result.predict(given) == [expected]
+    assert len(result.predict(images[..., 0])) == 32
+
+
 def test_inputs_of_earlier_runs_are_rgb_and_central_crops() -> None:
     saved = {"image_size": 32, "eval_ratio": 0.875, "mean": [0.5] * 3, "std": [0.5] * 3, "classes": ["a"]}
     inputs = Inputs.from_dict(saved)

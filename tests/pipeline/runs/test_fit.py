@@ -12,7 +12,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import psutil
@@ -22,11 +22,13 @@ import torch.nn.functional as F
 import yaml
 from drivetrain import Callback, DrivetrainError, Pipeline, PlanError, RunView
 from drivetrain.loaders import FFCVLoader
-from drivetrain.pipeline import FitResult
-from drivetrain.pipeline.telemetry import progress
+from drivetrain.pipeline import Checkpoints, FitResult
+from drivetrain.pipeline.runs import run
+from drivetrain.pipeline.telemetry import loggers, progress
 from drivetrain.pipeline.telemetry.history import COLUMNS, History
 from drivetrain.pipeline.telemetry.progress import Progress
 from drivetrain.pipeline.telemetry.state import EpochMeter, TrainState
+from drivetrain.pipeline.training import loop
 from drivetrain.transforms import BlurPool, ChannelsLast, LabelSmoothing
 from pipeline_data import (
     BATCH,
@@ -35,6 +37,7 @@ from pipeline_data import (
     SIDE,
     TRAIN,
     VAL,
+    Layered,
     Sleepy,
     Toy,
     batch_norm_model,
@@ -404,3 +407,57 @@ def test_a_history_is_saved_by_its_suffix(toy: Toy, tmp_path: Path) -> None:
         with pytest.raises(DrivetrainError, match="No epoch has finished"):
             draw()
     assert len([*tmp_path.iterdir()]) == 4
+
+
+class Clocked(Layered):
+    """By its own clock, a batch of training takes a second, and one of evaluation ten."""
+
+    now: ClassVar[float] = 0.0
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        Clocked.now += 1.0 if self.training else 10.0
+        result: torch.Tensor = self.layers(images)
+        return result
+
+
+class Totals(Callback):
+    """Keeps the images and the seconds of the run at the end of each epoch."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[int, float]] = []
+
+    def on_epoch_end(self, view: RunView) -> None:
+        self.found.append((view.images, view.seconds))
+
+
+class Speeds:
+    """A logger that keeps the speed of each step."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, float] = {}
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        if "step/images_per_s" in values:
+            self.found[step] = values["step/images_per_s"]
+
+
+def test_evaluations_do_not_count_in_the_speed(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in an epoch that is resumed: of four steps, with three evaluations within and one at the end."""
+    for module in (loop, run, loggers):
+        monkeypatch.setattr(module, "perf_counter", lambda: Clocked.now)
+    pipeline, every, results = toy.pipeline(Clocked), Checkpoints(every_steps=1, keep=9), list[FitResult]()
+    place = tmp_path / "checkpoints" / "step-00000006"
+    for options, totals, steps in (
+        ({"out": tmp_path, "checkpoints": every}, [(TRAIN, 4.0), (2 * TRAIN, 8.0)], range(1, 9)),
+        ({"resume": place}, [(2 * TRAIN, 8.0)], range(7, 9)),
+    ):
+        counted, speeds = Totals(), Speeds()
+        given: dict[str, Any] = {"callbacks": [counted], "logger": speeds, "log_every": 1, **options}
+        results.append(fit(pipeline, 2, eval_every_steps=1, **given))
+        assert counted.found == totals
+        assert speeds.found == dict.fromkeys(steps, float(BATCH))
+    for result in results:
+        epochs = result.history.epochs
+        assert [TRAIN / epoch.images_per_s for epoch in epochs] == pytest.approx([4.0, 4.0])
+        assert [epoch.seconds for epoch in epochs] == pytest.approx([84.0, 84.0])
+        assert [epoch.data_wait_fraction for epoch in epochs] == [0.0, 0.0]

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import pyarrow.parquet as parquet
 import pytest
 import torch
 from command_line import call
-from drivetrain import DataError, DrivetrainError, MultiLabel, Pipeline, PlanError, Regression
+from drivetrain import Classification, DataError, DrivetrainError, MultiLabel, Pipeline, PlanError, Regression
 from drivetrain.common import machine
 from drivetrain.common.errors import CheckpointError
 from drivetrain.loaders import FFCVLoader, convert, open_beton
@@ -23,6 +24,7 @@ from drivetrain.pipeline import FitResult, export, load_run
 from drivetrain.pipeline.apps.exports.card import CARD
 from drivetrain.pipeline.describe.inputs import Inputs
 from drivetrain.pipeline.recipes.files import read_recipe
+from drivetrain.pipeline.runs.prediction import listed, predicted
 from drivetrain.transforms import EMA, BlurPool, TestTimeFlip
 from loader_pictures import jpeg_bytes, picture
 from numpy.typing import NDArray
@@ -231,6 +233,26 @@ def test_sources_of_images(run: tuple[FitResult, Path, str], folder: Path) -> No
     assert samples == [{key: row[key] for key in row if key != "image"} for row in expected]
     with pytest.raises(DataError, match="No file matches"):
         result.predict(f"{folder}/*.jpg")
+
+
+@pytest.mark.parametrize(
+    ("values", "shape"), [(lambda logits: logits.mean(), r"\(\)"), (lambda logits: logits.mean(0), r"\(2,\)")]
+)
+def test_predictions_that_are_not_of_each_image_are_refused(
+    run: tuple[FitResult, Path, str], values: Any, shape: str
+) -> None:
+    """Such as a scale that a model returns next to its logits."""
+
+    class Scaled(Classification):
+        def predict(self, outputs: Any) -> Any:
+            return {"logits": outputs, "scale": values(outputs)}
+
+    result, _, data = run
+    facts = {name: getattr(result, name) for name in ("model", "inputs", "transforms", "spec")}
+    own: Any = SimpleNamespace(task=Scaled(), **facts)
+    words = rf"Scaled\.predict returned a tensor of shape {shape} for 3 image.*leaves the others out"
+    with pytest.raises(PlanError, match=words):
+        list(predicted(own, listed(originals(data)[:3], 3), 32, "raise", False))
 
 
 def test_stored_pixels_are_predicted(run: tuple[FitResult, Path, str], tmp_path: Path) -> None:

@@ -481,6 +481,28 @@ def test_lines_of_a_run_whose_upload_failed_are_kept(toy: Toy, tmp_path: Path, m
     assert steps == ["1", "2", "3", "4", "4", "5", "6", "7", "8", "8"]
 
 
+def test_results_whose_last_upload_failed_are_uploaded_by_resume(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the address has the last checkpoint, so that there is nothing left to train."""
+
+    def gone(_: RemoteRun) -> None:
+        raise CheckpointError("The store is gone.")
+
+    out, logged = f"file://{tmp_path}/store", dict[str, Any](logger="csv", log_every=1, progress=False)
+    kept = r"The store is gone\. The results are kept in .*\. The same command with --resume .* uploads them\."
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteRun, "push", gone)
+        with pytest.raises(CheckpointError, match=kept):
+            toy.pipeline().fit(epochs=1, out=out, **logged)
+    assert (tmp_path / "store/checkpoints/step-00000004/state.json").exists()
+    assert not (tmp_path / "store/metrics.csv").exists()
+    resumed = toy.pipeline().fit(epochs=1, out=out, resume="auto", **logged)
+    assert resumed.history.facts["resumed"][0]["step"] == 4
+    with (tmp_path / "store/metrics.csv").open() as file:
+        assert [line["step"] for line in csv.DictReader(file)] == ["1", "2", "3", "4", "4"]
+
+
 def test_a_checkpoint_that_cannot_be_fetched_is_not_passed_over(
     toy: Toy, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

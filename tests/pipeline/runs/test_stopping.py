@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,10 +13,14 @@ from typing import Any
 
 import pytest
 from checkpoint_kill_server import Losses
-from cluster_jobs import Signals, Slow
+from cluster_jobs import Signals, SignalsWhileLoaded, Slow
 from drivetrain import Callback, Pipeline, PlanError, RunView
+from drivetrain.common.signals import handled
 from drivetrain.pipeline import Checkpoints, TrainingInterrupted, TrainingPreempted
 from drivetrain.pipeline.runs.checkpoints.directory import CheckpointDir
+from drivetrain.pipeline.runs.checkpoints.weights import load_model
+from drivetrain.pipeline.telemetry.history import read_history
+from drivetrain.pipeline.training import agreement
 from drivetrain.strategies.launching.launcher import launch
 from drivetrain.transforms import EMA, MixUp, ProgressiveResizing
 from pipeline_data import Toy, batch_norm_model
@@ -130,6 +135,34 @@ def test_before_an_evaluation_with_everything_that_happens_there(toy: Toy, tmp_p
     assert again.losses == expected.losses
 
 
+class OfWeights(Callback):
+    """Keeps after how many epochs the results in a folder are, 0 if its history and its weights do not fit."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.epochs = folder, list[int]()
+
+    def on_evaluation_end(self, view: RunView) -> None:  # noqa: ARG002
+        history = read_history(self.folder)
+        fits = history is not None and load_model(self.folder / "model.safetensors", epochs=history.moment)
+        self.epochs.append(len(history.epochs) if history is not None and fits else 0)
+
+
+def test_results_of_an_epoch_whose_checkpoint_is_missing_stay_until_it_ends_again(toy: Toy, tmp_path: Path) -> None:
+    """As after a kill between the two. Evaluations within the epoch do not replace its history, which names the moment
+    of the weights."""
+    every = Checkpoints(every_steps=1, keep=2 * STEPS)
+    options: dict[str, Any] = {"epochs": 2, "out": tmp_path, "progress": False, "eval_every_steps": 1}
+    toy.pipeline().fit(checkpoints=every, **options)
+    for step in (2 * STEPS - 1, 2 * STEPS):
+        shutil.rmtree(tmp_path / f"checkpoints/step-{step:08d}")
+    seen = OfWeights(tmp_path)
+    resumed = toy.pipeline().fit(checkpoints=every, resume="auto", callbacks=[seen], **options)
+    assert seen.epochs == [2, 2]
+    saved = read_history(tmp_path)
+    assert saved is not None
+    assert (saved.epochs, saved.evaluations) == (resumed.history.epochs, resumed.history.evaluations)
+
+
 def test_after_the_last_step_the_run_is_finished(toy: Toy, tmp_path: Path) -> None:
     signals = Signals(2 * STEPS)
     result = toy.pipeline().fit(epochs=2, out=tmp_path, progress=False, stop_on=["SIGUSR1"], callbacks=[signals])
@@ -154,6 +187,20 @@ def test_without_a_folder_nothing_is_saved(toy: Toy, capsys: pytest.CaptureFixtu
 def test_what_is_no_list_of_signals_is_refused(toy: Toy, value: Any, words: str) -> None:
     with pytest.raises(PlanError, match=words):
         toy.pipeline().fit(epochs=1, stop_on=value)
+
+
+@pytest.mark.process
+def test_a_signal_before_ranks_can_save_is_no_failure(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As while they import torch. This process ignores it until it passes it on."""
+    pipeline, callbacks = toy.pipeline().distribute("ddp", devices=2), [SignalsWhileLoaded()]
+    with handled([signal.SIGUSR1], lambda *_: None), pytest.raises(TrainingPreempted) as ended:
+        pipeline.fit(epochs=1, out=tmp_path, stop_on=["SIGUSR1"], callbacks=callbacks)
+    assert (ended.value.code, ended.value.signal, ended.value.checkpoint) == (75, "SIGUSR1", None)
+    text = "Stopped by SIGUSR1 while not every rank could save. There is no complete checkpoint"
+    assert text in "".join(capsys.readouterr())
+    assert ended.value.message.startswith(text)
 
 
 @pytest.mark.process
@@ -195,6 +242,24 @@ def test_minutes_are_a_positive_number() -> None:
     for value in (0, -1, "5", float("nan"), True):
         with pytest.raises(PlanError, match="every_minutes="):
             Checkpoints(every_minutes=value)  # type: ignore[arg-type]
+
+
+def test_minutes_are_counted_from_the_last_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(agreement, "monotonic", lambda: now)
+    requests = agreement.Requests(every_minutes=2.0)
+    for _ in range(2):
+        now += 119.0
+        assert requests.flags() == 0
+        now += 1.0
+        assert requests.flags() == agreement.SAVE
+        requests.agree([requests.flags()])
+        wanted = [requests.save]
+        now += 30.0  # until it is saved
+        requests.saved()
+        assert [*wanted, requests.save] == [True, False]
+    now += 1e6
+    assert agreement.Requests().flags() == 0
 
 
 @pytest.mark.process

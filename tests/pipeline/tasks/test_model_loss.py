@@ -13,9 +13,18 @@ import torch
 import torch.nn.functional as F
 from drivetrain import Classification, MultiLabel, Pipeline, PlanError, Regression, Segmentation
 from drivetrain.strategies import launch
-from drivetrain.transforms import SAM, CutMix, LabelSmoothing, MixUp, SelectiveBackprop, TestTimeFlip
+from drivetrain.transforms import (
+    SAM,
+    ColOut,
+    CutMix,
+    EfficientTrain,
+    LabelSmoothing,
+    MixUp,
+    SelectiveBackprop,
+    TestTimeFlip,
+)
 from same_runs import assert_same_weights
-from task_jobs import LABELS, SIDE, Outputs, numbers_of, vectors, write
+from task_jobs import LABELS, SIDE, Outputs, history, numbers_of, vectors, write
 
 LOSSES: dict[str, Callable[[Any, Any], torch.Tensor]] = {
     "Classification": F.cross_entropy,
@@ -66,10 +75,6 @@ def pipeline_of(name: str, files: Files, *, own: bool = True, **options: Any) ->
     return start.optimize("sgd", lr=0.05, momentum=0.9)
 
 
-def history(result: Any) -> list[tuple[float, ...]]:
-    return [(e.loss, e.val_loss, *e.metrics.values()) for e in result.history.epochs]
-
-
 def assert_same(found: list[tuple[float, ...]], expected: list[tuple[float, ...]], note: Any = "") -> None:
     for one, other in zip(found, expected, strict=True):
         assert one == pytest.approx(other, abs=2e-6, rel=1e-5), note
@@ -97,6 +102,14 @@ def test_it_resumes_and_takes_what_does_not_touch_the_loss(files: Files, tmp_pat
     found, expected = ([(e.loss, e.val_loss, e.metrics) for e in each.history.epochs] for each in (again, whole))
     assert found == expected
     assert_same_weights(again, whole)
+
+
+def test_it_takes_methods_that_change_the_images_alone(files: Files) -> None:
+    """Their targets are those that need not follow the images."""
+    pipeline = pipeline_of("Classification", files).transform(EfficientTrain(size_increment=4), ColOut(0.25, 0.25))
+    (epoch,) = pipeline.fit(epochs=1, progress=False).history.epochs
+    plain = pipeline_of("Classification", files, own=False).transform(*pipeline.transforms)
+    assert_same([(epoch.loss, epoch.val_loss)], [history(plain.fit(epochs=1, progress=False))[0][:2]])
 
 
 @pytest.mark.parametrize(("problem", "name"), [(None, "Classification"), (None, "MultiLabel"), (None, "Regression"),

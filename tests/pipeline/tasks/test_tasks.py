@@ -148,6 +148,18 @@ def test_numbers_are_judged_as_by_hand(middle: int, spread: float) -> None:
     assert Regression().loss(outputs[:, 0], targets[:, None]).item() == pytest.approx(mse)
 
 
+def test_r2_of_several_numbers_is_the_mean_of_theirs() -> None:
+    """Whatever their units; of the last one, all targets are equal, and right."""
+    torch.manual_seed(0)
+    units = torch.tensor([1.0, 100.0, 0.01, 0.0])
+    outputs, targets = (torch.randn(40, 4) * units + torch.tensor([0.0, 0.0, 5.0, 0.5]) for _ in range(2))
+    found = values(Regression(metrics="r2"), [(outputs[:33], targets[:33]), (outputs[33:], targets[33:])], 4)
+    errors = (outputs.double() - targets.double()).square().sum(0)
+    around = (targets.double() - targets.double().mean(0)).square().sum(0)
+    each = [*(1 - errors / around)[:3].tolist(), 1.0]
+    assert found == {"r2": pytest.approx(sum(each) / 4, abs=1e-6)}
+
+
 def test_auroc_is_of_classes_and_labels_with_both_kinds_of_samples() -> None:
     torch.manual_seed(0)
     logits, classes = torch.randn(40, 4), torch.arange(40) % 2  # of the others there is none

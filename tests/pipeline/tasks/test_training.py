@@ -27,6 +27,9 @@ from drivetrain import (
     Task,
 )
 from drivetrain.loaders import FFCVLoader, convert
+from drivetrain.loaders.beton.layout import Field
+from drivetrain.loaders.conversion.encode import Encoding, encode_image
+from drivetrain.loaders.conversion.writer import Sample, write_betons
 from drivetrain.pipeline.tasks.target_scale import carried_scale
 from drivetrain.strategies import launch
 from drivetrain.transforms import CutMix, InfoBatch, LabelSmoothing, MixUp, SelectiveBackprop, TestTimeFlip
@@ -46,10 +49,6 @@ def validation(file: str) -> tuple[torch.Tensor, torch.Tensor]:
     with FFCVLoader(file, batch_size=jobs.VAL, image_size=jobs.SIDE, train=False, workers=1) as loader:
         ((batch, targets),) = loader
     return batch, targets
-
-
-def history(result: Any) -> list[tuple[float, ...]]:
-    return [(e.loss, e.val_loss, *e.metrics.values()) for e in result.history.epochs]
 
 
 PREDICTED = {"your own": "prints all", "Classification": "%", "MultiLabel": ""}
@@ -93,7 +92,7 @@ def on_ranks(files: Files, strategy: str, devices: int) -> dict[str, Any]:
     """The history of each task, on ranks that exist already."""
     where = {"strategy": strategy, "devices": devices}
     pipelines = {name: jobs.pipeline_of(name, files[name], **where) for name in jobs.TASKS}
-    return {name: history(each.fit(epochs=2, progress=False)) for name, each in pipelines.items()}
+    return {name: jobs.history(each.fit(epochs=2, progress=False)) for name, each in pipelines.items()}
 
 
 def all_on_ranks(files: Files, strategies: list[str]) -> dict[str, Any]:
@@ -110,7 +109,7 @@ def test_each_is_the_same_under_every_strategy(files: Files, strategies: list[st
     """33 validation images leave one rank without a share of the last batch."""
     found = launch(all_on_ranks, files, strategies, devices=2)[0]
     for name in jobs.TASKS:
-        alone = history(jobs.pipeline_of(name, files[name]).fit(epochs=2, progress=False))
+        alone = jobs.history(jobs.pipeline_of(name, files[name]).fit(epochs=2, progress=False))
         for strategy, histories in found.items():
             for one, other in zip(alone, histories[name], strict=True):
                 assert other == pytest.approx(one, rel=1e-6, abs=2e-6), (strategy, name)
@@ -283,6 +282,29 @@ REFUSED: dict[str, tuple[Callable[[Pipeline], Pipeline], Any, str]] = {
 }  # fmt: skip
 
 
+def test_numbers_in_another_order_in_validation_are_refused(tmp_path: Path) -> None:
+    """Named by the columns of a table of labels, as those of `MultiLabel`."""
+    pictures = jobs.images(8, 3)
+    files = [str(tmp_path / name) for name in ("train.beton", "val.beton")]
+    for file, names in zip(files, (["x", "y"], ["y", "x"]), strict=True):
+        convert((pictures, pictures.mean((1, 2))[:, :2]), file, classes=names, progress=False)
+    pipeline = Pipeline(jobs.Outputs, num_classes=2).task(Regression())
+    pipeline = pipeline.load(*files, batch_size=8, image_size=jobs.SIDE, workers=1)
+    with pytest.raises(PlanError, match=r"^Value 0 is 'x' in .*train\.beton and 'y' in .*val\.beton\. Convert both"):
+        pipeline.fit(epochs=1, progress=False)
+
+
+def test_a_number_whose_class_indices_have_names(tmp_path: Path) -> None:
+    """Such as ages in folders: the names are those of indices, of which validation data may have others."""
+    pictures = jobs.images(8, 3)
+    files = [str(tmp_path / name) for name in ("train.beton", "val.beton")]
+    for file, names in zip(files, ("abcdefgh", "stuvwxyz"), strict=True):
+        convert((pictures, np.arange(8)), file, classes=[*names], progress=False)
+    pipeline = Pipeline(jobs.Outputs, num_classes=1).task(Regression())
+    pipeline = pipeline.load(*files, batch_size=8, image_size=jobs.SIDE, workers=1)
+    assert pipeline.fit(epochs=1, progress=False).history.epochs
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_before_training(case: str, tmp_path: Path) -> None:
     change, targets, words = REFUSED[case]
@@ -301,6 +323,21 @@ def test_other_data_in_validation_is_refused(files: Files, tmp_path: Path) -> No
     pipeline = jobs.pipeline_of("Regression of vectors", (train, str(two)))
     with pytest.raises(PlanError, match=r"has 3 values per image, .*two.beton has 2"):
         pipeline.fit(epochs=1, progress=False)
+
+
+@pytest.mark.parametrize("dtype", ["|u1", "<i8"])
+def test_labels_of_any_type_that_ffcv_stores(dtype: str, tmp_path: Path) -> None:
+    """They reach the check before training as the loader gives them."""
+    pictures, file = jobs.images(32, 1), tmp_path / "labels.beton"
+    labels = jobs.vectors(pictures).astype(dtype)
+    samples = [
+        Sample(encode_image(one, Encoding()), (own.tobytes(),)) for one, own in zip(pictures, labels, strict=True)
+    ]
+    fields = [Field("image", "rgb_image"), Field("label", "ndarray", np.dtype(dtype), (jobs.LABELS,))]
+    write_betons([file], samples, len(samples), fields, {"classes": []})
+    start = Pipeline(jobs.Outputs, num_classes=jobs.LABELS).task(MultiLabel(metrics="f1"))
+    result = start.load(str(file), batch_size=16, image_size=jobs.SIDE, workers=1).fit(epochs=1, progress=False)
+    assert np.isfinite(result.history.epochs[0].loss)
 
 
 def test_what_is_no_task_is_refused() -> None:

@@ -76,3 +76,15 @@ def test_any_folder_name_and_value_can_be_written(tmp_path: Path) -> None:
     assert (found["drivetrain_step_loss"], found["drivetrain_low"]) == (math.inf, -math.inf)
     assert found["drivetrain_step"] == 7
     assert [path.name for path in folder.iterdir()] == ["metrics.prom"]
+
+
+def test_metrics_that_prometheus_does_not_distinguish_have_a_number(tmp_path: Path) -> None:
+    """A file with a name twice would be refused as a whole. The names of a run's own metrics stay."""
+    logger = PrometheusLogger(tmp_path, 0)
+    logger.log({"step_loss": 1.0, "updated seconds": 2.0, "norm/a b": 3.0, "norm/a.b": 4.0, "rank/own_seconds": 5.0}, 1)
+    logger.log({"step/loss": 6.0, "norm/a.b": 7.0}, 2)
+    found = parsed(tmp_path / "metrics.prom")
+    assert (found["drivetrain_step_loss"], found["drivetrain_step_loss_2"]) == (6, 1)
+    assert (found["drivetrain_norm_a_b"], found["drivetrain_norm_a_b_2"]) == (3, 7)
+    assert found["drivetrain_updated_seconds_2"] == 2 != found["drivetrain_updated_seconds"]
+    assert found["drivetrain_rank_own_seconds_2"] == 5

@@ -12,9 +12,8 @@ from drivetrain.pipeline import FitResult
 from drivetrain.strategies import launch
 from drivetrain.transforms import Factorize, SqueezeExcite
 from meta_jobs import Partly, Scaled, kept, on, on_both, on_meta, sharded
-from pipeline_data import CLASSES, Toy, batch_norm_model, numbers, plain_model
+from pipeline_data import CLASSES, Layered, Toy, batch_norm_model, numbers, plain_model
 from safetensors.torch import save_file
-from torch import nn
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.process]
 
@@ -99,11 +98,7 @@ def test_a_surgery_that_needs_values_is_refused(toy: Toy) -> None:
     assert all(value.isfinite().all() for value in result.model.state_dict().values())
 
 
-class Searching(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = plain_model()
-
+class Searching(Layered):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.layers(images)
         return found if found.sum().item() > 0 else -found

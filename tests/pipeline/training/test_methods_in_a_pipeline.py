@@ -75,6 +75,14 @@ def test_an_average_that_keeps_its_start_is_named(
     assert ("% initial weights" in printed) is warned
 
 
+@pytest.mark.parametrize(("interval", "warned"), [(5, True), (4, False)])
+def test_slow_weights_that_are_never_updated_are_named(
+    toy: Toy, capsys: pytest.CaptureFixture[str], interval: int, warned: bool
+) -> None:
+    toy.pipeline().transform(t.Lookahead(interval)).fit(epochs=1)
+    assert (f"in a run of {TRAIN // BATCH} steps it never updates" in capsys.readouterr().out) is warned
+
+
 def test_the_average_is_evaluated_and_returned(toy: Toy) -> None:
     """The returned weights have the accuracy of the history; training continues from the unaveraged weights."""
     result = fit(toy.pipeline().transform(t.EMA(half_life=3)), 3)

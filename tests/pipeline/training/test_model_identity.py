@@ -256,6 +256,17 @@ def test_the_plan_warns_of_validation_data_that_is_trained_on(toy: Toy, tmp_path
     assert toy.pipeline().plan().cautions == []
 
 
+def test_the_plan_warns_of_options_of_remote_files_without_any(toy: Toy) -> None:
+    local = toy.pipeline(cache="copies", cache_limit=1, stream=True)
+    words = "without effect: cache=, cache_limit=, stream=, because none of the files is at an address"
+    assert local.plan().cautions == [f"Caution, step 1: {words}."]
+    again: dict[str, Any] = {"batch_size": 32, "image_size": 16, "stream": True}
+    both = toy.pipeline().load(toy.train, toy.train, **again).plan().steps[0].caution
+    assert both.endswith("on new images; without effect: stream=, because none of the files is at an address")
+    for train, val in (("s3://bucket/a.beton", toy.val), (toy.train, "s3://bucket/a.beton")):
+        assert toy.pipeline().load(train, val, **again).plan().cautions == []
+
+
 def test_ranks_compare_the_model_that_they_build(folder: Path, toy: Toy) -> None:
     one = identity_of(toy.pipeline(net(folder, NET)))
     other = identity_of(toy.pipeline(net(folder, OTHER["groups"][0])))

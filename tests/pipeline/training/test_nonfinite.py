@@ -17,7 +17,7 @@ from drivetrain.pipeline.training.hooks import TrainingHooks
 from drivetrain.pipeline.training.loop import train_epoch
 from drivetrain.strategies import launch
 from drivetrain.transforms import EMA, SAM, SWA, GradientClipping, Lookahead, Transform
-from pipeline_data import BATCH, TRAIN, Toy, batch_norm_model, plain_model
+from pipeline_data import BATCH, TRAIN, Loud, Toy, batch_norm_model, plain_model
 from safetensors.torch import load_file
 from strategy_jobs import norm_of
 from torch import nn
@@ -215,18 +215,6 @@ def test_on_cuda_one_step_late(toy: Toy) -> None:
     with pytest.raises(NonFiniteError, match=f"At step {STEPS} the loss is nan on rank 0"):
         fit(toy.pipeline(Bad((STEPS,))).distribute("single", device="cuda"))
     assert skipped(fit(pipeline, on_nonfinite="skip")) == [1, 0, 0]
-
-
-class Loud(nn.Module):
-    """Its gradients overflow at the first loss scale, 65536, and not at a sixteenth of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = plain_model()
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.layers(images * 30)
-        return logits
 
 
 def loud(toy: Toy, clip_norm: float | None = 1.0, strategy: str = "single", devices: int = 1) -> Pipeline:

@@ -121,6 +121,8 @@ def test_a_configuration_must_not_contradict(config: dict[str, Any], words: str)
             }}},
             "offload_param.nvme_path='/a' contradicts nvme_path='/b'",
         ),
+        ({"nvme_path": "/disk"}, "nvme_path='/disk' has no effect.* Leave it out, or pass stage=3 and offload='nvme'"),
+        ({"stage": 3, "offload": "cpu", "nvme_path": "/disk"}, "nvme_path='/disk' has no effect"),
         ({"config": "missing.json"}, "config='missing.json' cannot be read as a JSON file"),
         ({"config": 3}, "cannot be read"),
         ({"config": {"zero_optimization": {"offload_optimizer": "cpu"}}}, "='cpu' must be an object"),

@@ -1,6 +1,5 @@
 """Under torchrun's variables: a rank that dies, stops or fails is named by the error of the one that is left."""
 
-import os
 import socket
 import subprocess
 import sys
@@ -9,8 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cluster_jobs import free_port
-from process_state import wait_until_ended
+from process_state import start_ranks, wait_until_ended
 
 pytestmark = pytest.mark.process
 
@@ -51,7 +49,7 @@ except Exception as error:
     ],
 )
 def test_the_other_rank_names_it(tmp_path: Path, started: list[subprocess.Popen[str]], how: str, said: str) -> None:
-    start(tmp_path, started, how)
+    start_ranks(started, tmp_path, SCRIPT, how)
     output, _ = started[0].communicate(timeout=120)
     assert started[0].returncode == 3
     host = socket.gethostname()
@@ -63,23 +61,11 @@ def test_the_other_rank_names_it(tmp_path: Path, started: list[subprocess.Popen[
 @pytest.mark.timeout(150)
 def test_a_store_that_is_silent(tmp_path: Path, started: list[subprocess.Popen[str]]) -> None:
     """Rank 0 hosts it here. Its connections stay open, as when a cable is cut."""
-    start(tmp_path, started, "stops with the store")
+    start_ranks(started, tmp_path, SCRIPT, "stops with the store")
     output, _ = started[1].communicate(timeout=120)
     assert started[1].returncode == 3
     said = "stops, because the host of rank 0 does not answer at 127.0.0.1:"
     assert output.startswith(f"LostRankError Rank 1 of 2 ({socket.gethostname()}) {said}"), output
-
-
-def start(tmp_path: Path, started: list[subprocess.Popen[str]], how: str) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-    common["MASTER_PORT"] = str(free_port())
-    for rank in ("0", "1"):
-        environment = {**os.environ, **common, "RANK": rank, "LOCAL_RANK": rank}
-        started.append(
-            subprocess.Popen([sys.executable, str(script), how], stdout=subprocess.PIPE, text=True, env=environment)
-        )
 
 
 AGENT = """

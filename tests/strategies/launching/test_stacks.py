@@ -6,7 +6,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -16,12 +15,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from cluster_jobs import free_port
 from drivetrain.common.errors import StrategyError
 from drivetrain.common.signals import is_unhandled
 from drivetrain.strategies import launch
 from drivetrain.strategies.launching import launcher
 from forked_ranks import STARTED, RankServer
+from process_state import start_ranks
 from strategy_jobs import hang_on_rank_1, save_until, work_until
 
 pytestmark = [pytest.mark.process, pytest.mark.long]
@@ -190,17 +189,8 @@ except Exception as error:
 @pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_under_torchrun_ranks_send_their_stacks(tmp_path: Path, started: list[subprocess.Popen[str]]) -> None:
-    script, place = tmp_path / "script.py", tmp_path / "stacks.txt"
-    script.write_text(SCRIPT)
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-    common["MASTER_PORT"] = str(free_port())
-    for rank in ("0", "1"):
-        environment = {**os.environ, **common, "RANK": rank, "LOCAL_RANK": rank}
-        started.append(
-            subprocess.Popen(
-                [sys.executable, str(script), str(place)], stdout=subprocess.PIPE, text=True, env=environment
-            )
-        )
+    place = tmp_path / "stacks.txt"
+    start_ranks(started, tmp_path, SCRIPT, place)
     output, _ = started[0].communicate(timeout=120)
     assert output.startswith(f"True LostRankError Rank 0 of 2 ({socket.gethostname()}) stops, because no rank is")
     assert f"The stacks of all ranks are in {place} ({socket.gethostname()})" in output

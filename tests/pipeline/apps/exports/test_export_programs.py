@@ -106,6 +106,12 @@ def test_the_command(run: Ran, toy: Toy, tmp_path: Path, monkeypatch: pytest.Mon
     assert not (tmp_path / "new.safetensors").exists()
 
 
+def test_any_tolerance_of_weights_is_refused(tmp_path: Path) -> None:
+    """Also the one of programs that are exported without it."""
+    with pytest.raises(CheckpointError, match=r"tolerance= \(--tolerance\) compares a program"):
+        export(tmp_path, tmp_path / "own.safetensors", tolerance=1e-3)
+
+
 def own(toy: Toy, folder: Path, model: Any) -> Path:
     """A run of a model that is already built, which its recipe cannot name."""
     toy.pipeline(model()).fit(epochs=1, out=folder, progress=False)

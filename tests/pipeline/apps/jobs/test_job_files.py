@@ -13,6 +13,7 @@ import yaml
 from command_line import call
 from drivetrain import PlanError, RecipeError
 from drivetrain.pipeline.apps.cli import job as command
+from drivetrain.pipeline.apps.jobs.job import stoppable
 from drivetrain.pipeline.apps.jobs.schedulers import SCHEDULERS, job_file
 from job_scripts import SCONTROL, SRUN, TORCHRUN, programs, surroundings
 from pipeline_data import Toy
@@ -185,6 +186,14 @@ def test_slurm_keeps_the_log_of_earlier_starts(recipe: str, tmp_path: Path) -> N
     with log.open("a") as output:
         subprocess.run(command, env=environment, cwd=tmp_path, stdout=output, stderr=output, check=True)
     assert log.read_text() == "the start before\na table\n"
+
+
+@pytest.mark.parametrize("moment", ["sleep 5 &", "step=$!"])
+def test_a_signal_while_a_script_starts_its_process_is_passed_on(moment: str) -> None:
+    script = stoppable("sleep 5", "step", "USR1").replace(moment, f"kill -USR1 $$\n{moment}")
+    command = ["bash", "-c", f'{script}\nexit "$status"']
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 75, done.stderr
 
 
 def test_torchrun_gives_workers_30_seconds_when_a_machine_joins() -> None:

@@ -19,13 +19,18 @@ from drivetrain import PlanError
 from drivetrain.pipeline.apps.sweeps.space import Axis, name_of, space, split
 from drivetrain.pipeline.apps.sweeps.sweep import (
     Combination,
+    Outcome,
+    Swept,
     _ended_with,
+    _is_done,
     _record,
     _start,
     _terminating,
     job_environment,
 )
 from drivetrain.pipeline.recipes.presets import completed
+from drivetrain.pipeline.runs.analysis.compare import RunSummary, read_run
+from drivetrain.pipeline.telemetry.history import Epoch, Evaluation, History
 from pipeline_data import Toy
 
 
@@ -44,14 +49,21 @@ def test_a_grid_has_all_combinations_and_a_random_search_its_number() -> None:
     grid = space(["a=1,2", "b=x,y,z", "seed=0..2", "epochs=3"])
     assert (len(grid.combinations), grid.seeds, grid.fixed) == (6, ("0", "1", "2"), {"epochs": "3"})
     assert len(grid.runs()) == 18
+    assert [*grid.combinations] == [{"a": a, "b": b} for a in "12" for b in "xyz"]
+    assert grid.runs() == [{"a": a, "b": b, "seed": seed} for a in "12" for b in "xyz" for seed in "012"]
     drawn = space(["a=1,2", "b=1e-4..1e-1", "seed=0,1"], 20, seed=3)
     assert drawn == space(["a=1,2", "b=1e-4..1e-1", "seed=0,1"], 20, seed=3)
     assert drawn != space(["a=1,2", "b=1e-4..1e-1", "seed=0,1"], 20, seed=4)
+    few = space(["a=1,2", "b=1e-4..1e-1", "seed=0,1"], 5, seed=3)
+    assert drawn.combinations[:5] == few.combinations  # so that a longer search continues a shorter one
     values = [float(one["b"]) for one in drawn.combinations]
     assert len(set(values)) == 20
     assert all(1e-4 <= value <= 1e-1 for value in values)
     assert sum(value < 3e-3 for value in values) > 4  # by logarithm
-    assert len(space(["a=1,2", "b=0,1"], 100).combinations) == 4
+    assert space(["a=1,2", "b=0,1"], 100) == space(["a=1,2", "b=0,1"])
+    assert space(["a=1,2", "seed=0..4"], 5000) == space(["a=1,2", "seed=0..4"])  # 10 runs, not 25,000
+    with pytest.raises(PlanError, match="more than 10,000 runs"):
+        space(["a=0.1..2", "seed=0..4"], 5000)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +94,16 @@ def test_bad_values_end_the_sweep_before_it_begins(tmp_path: Path) -> None:
     end = call("sweep", "cifar10-quickstart", "optimzer.lr=0.1,1", "--out", str(out))
     assert "optimizer" in end.line
     assert not out.exists()
+
+
+def test_a_random_search_names_the_number_of_combinations_if_there_are_fewer(tmp_path: Path) -> None:
+    """Here before it is refused, for the name of the last key."""
+    values = ["optimizer.lr=0.1,1", "momentun=0.9"]
+    end = call("sweep", "cifar10-quickstart", *values, "--random", "5", "--out", str(tmp_path / "sweep"))
+    assert end.code == 1
+    assert "--random 5: these values have only 2 combination(s).\n" in end.err
+    end = call("sweep", "cifar10-quickstart", *values, "--random", "2", "--out", str(tmp_path / "sweep"))
+    assert "combination" not in end.err
 
 
 def test_the_seed_of_a_random_search_is_not_that_of_trainings(tmp_path: Path) -> None:
@@ -148,6 +170,37 @@ def _wait(condition: Any, seconds: float = 60) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("higher", "order"), [(True, "2413"), (False, "1423")])
+def test_the_best_combination_is_first(higher: bool, order: str) -> None:
+    """By the mean over its seeds of what the runs monitor; one without results is last."""
+
+    def outcome(share: float | None) -> Outcome:
+        history = History()
+        if share is not None:
+            monitor = {"name": "share", "higher_is_better": higher}
+            history = History([Epoch(1, 1.0, 1.0, {"share": share}, 1.0, 0.0, 1.0, 0.1)], {"monitor": monitor})
+        return Outcome("", {}, RunSummary("", None, history, {}))
+
+    shares: dict[str, tuple[float | None, ...]]
+    shares = {"3": (None, None), "4": (0.0, 0.2), "2": (0.5, 0.9), "1": (None, 0.0)}
+    swept = Swept([Combination({"lr": lr}, tuple(map(outcome, own))) for lr, own in shares.items()])
+    assert [one["values"]["lr"] for one in swept.to_dict()["combinations"]] == [*order]
+
+
+def test_a_run_that_was_stopped_within_its_first_epoch_is_finished(tmp_path: Path) -> None:
+    facts: dict[str, Any] = {"planned": 2, "monitor": {"name": "share", "higher_is_better": False}}
+    within = [Evaluation(1, 3, 1.0, {"share": 0.5})]
+    History([], facts, within).save(tmp_path / "history.json")
+    assert not _is_done(read_run(tmp_path))
+    stopped = {"reason": "enough", "epoch": 0, "step": 3, "within": 3}
+    History([], facts | {"stopped": stopped}, within).save(tmp_path / "history.json")
+    run = read_run(tmp_path)
+    assert _is_done(run)
+    swept = Swept([Combination({}, (Outcome("", {}, run),))])
+    assert (swept.failed, swept.to_dict()["monitor"]) == (0, "share")
+    assert swept.combinations[0].mean == 0.5
 
 
 def test_what_is_recorded_of_runs(tmp_path: Path, toy: Toy) -> None:

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import accumulate
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from command_line import call, done, toy_values
-from drivetrain import Pipeline, PlanError
+from drivetrain import Classification, Pipeline, PlanError
 from drivetrain.common.errors import DrivetrainError, LedgerError
 from drivetrain.pipeline import RaceInterrupted, RaceResult
 from drivetrain.pipeline.measuring.race.picture import medians
@@ -23,6 +23,7 @@ from drivetrain.pipeline.measuring.race.result import Point, RaceRun
 from drivetrain.pipeline.telemetry.history import Monitor
 from pipeline_data import BATCH, TRAIN, Sleepy, Toy, plain_model
 from torch import nn
+from torchmetrics import MeanMetric
 
 TARGET = 0.9
 EPOCHS = 3  # in which the toy pipeline reaches it
@@ -96,6 +97,20 @@ def test_the_rows_follow_from_the_runs() -> None:
     error = RaceResult(0.3, ("a",), [run("a", 0, (1, 0.5), (2, 0.25))], Monitor("error", False, "fraction"))
     assert error.rows[0].seconds is not None
     assert error.rows[0].seconds.value == 2
+
+
+def test_the_interval_of_the_time_trims_runs_at_both_ends() -> None:
+    """From five on, as docs/tuning.md states: how slow the slowest was does not matter."""
+
+    def interval(*times: float) -> tuple[float, float, float]:
+        (row,) = RaceResult(0.8, ("a",), [run("a", seed, (time, 0.9)) for seed, time in enumerate(times)]).rows
+        assert row.seconds is not None
+        return row.seconds.low, row.seconds.value, row.seconds.high
+
+    low, value, high = interval(10, 11, 12, 13, 14)
+    assert (low, value, high) == interval(10, 11, 12, 13, 99)
+    assert low < value == 12 < high
+    assert interval(10, 11, 12, 13)[2] < interval(10, 11, 12, 99)[2]
 
 
 def test_the_picture_names_each_variant_as_it_is() -> None:
@@ -232,7 +247,7 @@ def test_a_second_race_with_the_same_file_leaves_the_first_alone(toy: Toy, tmp_p
     Calls.before.append(second)
     (run,) = pipeline.race(out=tmp_path / "race.json", **options).runs
     assert (run.failed, len(run.points)) == ("", 1)
-    assert errors[0].startswith(f"Another run is training in {tmp_path / 'race-unfinished'}. ")
+    assert errors[0].startswith(f"Another race uses {tmp_path / 'race.json'}. ")
     assert [path.name for path in tmp_path.iterdir()] == ["race.json"]
 
 
@@ -287,6 +302,29 @@ def test_no_run_begins_that_cannot_be_expected_to_end(toy: Toy, tmp_path: Path) 
     )  # fmt: skip
 
 
+class Vanishing(MeanMetric):
+    """The accuracy, without a value from the second evaluation on."""
+
+    higher_is_better = True
+    unit = "fraction"
+    evaluations = 0
+
+    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:  # type: ignore[override]
+        super().update((outputs.argmax(1) == targets).float())
+
+    def compute(self) -> torch.Tensor:
+        type(self).evaluations += 1  # each evaluation has a copy; before the first, the metric is tried
+        return super().compute() if self.evaluations <= 2 else torch.tensor(math.nan)
+
+
+def test_what_is_undefined_in_the_last_evaluation_has_no_final_value(toy: Toy) -> None:
+    pipeline = toy.pipeline().task(Classification(metrics={"vanishing": Vanishing()}))
+    race = pipeline.race(target=TARGET, seeds=1, epochs=2, against={}, progress=False)
+    (one,), (row,) = race.runs, race.rows
+    assert (one.failed, len(one.points), one.undefined, row.accuracy) == ("", 1, True, None)
+    assert "the pipeline, seed 0: vanishing has no value in its last evaluation." in " ".join(repr(race).split())
+
+
 def test_what_cannot_be_raced_is_refused(toy: Toy, tmp_path: Path) -> None:
     pipeline, options = toy.pipeline(), {"target": TARGET, "epochs": 1}
     blind = Pipeline(plain_model).load(toy.train, batch_size=BATCH, image_size=16)
@@ -307,6 +345,19 @@ def test_what_cannot_be_raced_is_refused(toy: Toy, tmp_path: Path) -> None:
             pipeline.race(**{**options, **changed})
     with pytest.raises(PlanError, match="num_classes"):
         pipeline.replace(model_options={"classes": 7}).race(against=[], progress=False, **options)
+
+
+def test_a_budget_that_is_shorter_than_an_epoch(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any number of calls with as many seconds would not end the run."""
+    options: dict[str, Any] = {"target": TARGET, "epochs": 1, "seeds": 1, "against": {}, "progress": False}
+    pipeline, file = toy.pipeline(Calls(0)), tmp_path / "race.json"
+    monkeypatch.setattr(Calls, "before", [lambda: sleep(60)])
+    race = pipeline.race(seconds=1.5, out=file, **options)
+    assert (race.runs, race.stopped) == (
+        [], "Stopped at the 1.5 s budget, within a run, which has not ended an epoch, so the next call begins it again "
+        "(pass more seconds): 0 of 1 runs have ended.",
+    )  # fmt: skip
+    assert len(pipeline.race(out=file, **options).runs) == 1
 
 
 def test_invalid_options_leave_no_folder(toy: Toy, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from drivetrain import Classification, LedgerError, Pipeline, PlanError
+from drivetrain import Classification, DrivetrainError, LedgerError, Pipeline, PlanError
 from drivetrain.pipeline import Tuned
 from drivetrain.pipeline.apps.cli.options import _plain_warnings
 from drivetrain.pipeline.describe.config import FitOptions
@@ -152,6 +152,23 @@ def test_a_file_continues_only_what_it_holds_for(
     copy.touch()
     with pytest.raises(LedgerError, match="is of another data:"):
         tuned()
+
+
+def test_a_second_tuning_with_the_same_file_is_refused(
+    pipeline: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would replace the other's trials, and measure while the other one computes."""
+    options: dict[str, Any] = {"seconds": 60, "out": tmp_path / "tuned.json", "progress": False}
+
+    def second(_: Any) -> None:
+        monkeypatch.setattr(tune_module.Tuner, "run", lambda _: None)
+        with pytest.raises(DrivetrainError, match=r"Another tuning uses .*tuned\.json\. Wait until it ends"):
+            pipeline.tune(**options)
+
+    monkeypatch.setattr(tune_module.Tuner, "run", second)
+    pipeline.tune(**options)
+    pipeline.tune(**options)
+    assert not [*tmp_path.glob(".*")]
 
 
 def test_other_code_of_the_model_is_another_pipeline(pipeline: Pipeline) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -138,6 +139,21 @@ def test_what_was_accepted_is_recalled_without_a_trial(toy: Toy, tmp_path: Path)
     assert resolve(recalled(pipeline, file)).steps == resolve(pipeline.transform(ChannelsLast())).steps
     with pytest.raises(LedgerError, match="is of another seed:"):
         recalled(pipeline.replace(seed=1), file)
+
+
+def test_it_is_recalled_on_other_devices_and_with_data_elsewhere(toy: Toy, tmp_path: Path) -> None:
+    """As a run resumes; "auto" stays, for the precision of the checkpoint."""
+    pipeline, file = pipeline_of(toy).distribute("single", precision="bf16"), tmp_path / "tuned.json"
+    facts = facts_of(resolve(pipeline)) | {"allow": [], "target": None, "epochs": None}
+    Tuned(pipeline, [Tried("ChannelsLast", "step", "accepted", 1.2, 1.1, 1.3, 4)], facts=facts).save(file)
+    for each in Path(toy.train).parent.glob("train.beton*"):
+        shutil.copyfile(each, tmp_path / each.name)  # with another date
+    data: dict[str, Any] = {"batch_size": 16, "image_size": 8, "workers": 2, "verify": True}
+    here = Pipeline(plain_model).load(tmp_path / "train.beton", toy.val, **data)
+    here = here.optimize("sgd", lr=0.05).distribute("ddp", devices=2, device="cpu", precision="auto")
+    found = recalled(here, file)
+    assert found.transforms == (ChannelsLast(),)
+    assert found.distribution == here.distribution
 
 
 @pytest.mark.long

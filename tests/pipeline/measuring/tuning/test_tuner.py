@@ -3,6 +3,7 @@
 import json
 import pickle
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -520,6 +521,15 @@ def test_short_trainings_that_are_too_short_are_refused_before_any_trial(validat
     (row,) = tuner.result().trials
     assert (row.outcome, row.rounds, [entry.name for entry in arena.opened]) == ("failed", 0, ["as given"])
     assert why in row.reason
+
+
+def test_layers_that_would_not_freeze_in_a_short_training_are_not_judged_by_it(validated: PipelineSpec) -> None:
+    """Its accuracy would be that without the change, whose speed is that of a full run."""
+    for epochs in (1, 3):
+        changes = _allowed(resolve(validated), ("surgery",), epochs)
+        (change,) = (one for one in changes if one.name == "LayerFreezing")
+        with pytest.raises(PlanError, match="epochs=1 none would freeze") if epochs == 1 else nullcontext():
+            change.change(validated)
 
 
 def test_a_row_has_the_interval_that_decided(spec: PipelineSpec) -> None:

@@ -17,17 +17,13 @@ from drivetrain.loaders import FFCVLoader, convert
 from drivetrain.pipeline.runs.analysis.batch import ShownBatch
 from drivetrain.transforms import CutMix, InfoBatch, MixUp, ProgressiveResizing
 from PIL import Image
-from pipeline_data import BATCH, SIDE, TRAIN, Toy, plain_model
+from pipeline_data import BATCH, SIDE, TRAIN, Layered, Toy
 from torch import nn
 
 SEEN: dict[str, list[torch.Tensor]] = {"images": [], "targets": []}
 
 
-class Spy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = plain_model()
-
+class Spy(Layered):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         if self.training and len(images) > 2:  # two images try it before training
             SEEN["images"].append(images.detach().clone())
@@ -163,6 +159,18 @@ def test_labels_and_values_are_written(tmp_path: Path) -> None:
             else:
                 expected = ", ".join(f"{value:.3g}" for value in target.reshape(-1).tolist())
             assert text == expected, name
+
+
+def test_a_text_shows_that_there_are_more_values_and_labels(tmp_path: Path) -> None:
+    for name, rows, commas in (
+        ("MultiLabel", np.ones((8, 5)), 3), ("Regression of vectors", np.linspace(0, 1, 48).reshape(8, 6), 4),
+    ):  # fmt: skip
+        file = str(tmp_path / f"{name}.beton")
+        convert((jobs.images(8, 0), rows.astype(np.float32)), file, progress=False)
+        pipeline = Pipeline(jobs.Outputs, num_classes=rows.shape[1]).task(jobs.TASKS[name][0])
+        batch = pipeline.load(file, batch_size=8, image_size=SIDE, workers=1).show_batch(samples=8)
+        for text in batch.texts:
+            assert (text.count(","), text.endswith(", …")) == (commas, True), text
 
 
 @pytest.mark.parametrize(

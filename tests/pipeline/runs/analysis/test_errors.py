@@ -134,6 +134,21 @@ def test_calibration_of_perfect_and_of_overconfident_predictions() -> None:
     assert Calibration.of(np.ones(3, np.float32), np.ones(3, np.bool_)).samples.sum() == 3
 
 
+def test_calibration_has_fifteen_bins_of_equal_width() -> None:
+    edges, right = np.arange(1, 15) / 15, np.arange(14) % 2 == 0
+    for probabilities, own in ((edges - 1e-4, slice(14)), (edges + 1e-4, slice(1, 15))):  # below and above each edge
+        found = Calibration.of(probabilities.astype(np.float32), right)
+        np.testing.assert_allclose(found.probability[own], probabilities, rtol=1e-6)
+        assert found.right[own].tolist() == right.tolist()
+        assert found.samples[own].tolist() == [1] * 14
+        assert (len(found.samples), found.samples.sum()) == (15, 14)
+    ends = Calibration.of(np.array([0, 1], np.float32), np.array([False, True]))
+    assert ends.samples.tolist() == [1, *[0] * 13, 1]
+    # A bin of three, 1 / 6 from its share of 1 / 3, and one of a single prediction, 0.1 from 1.
+    several = np.array([0.5, 0.5, 0.5, 0.9], np.float32)
+    assert Calibration.of(several, np.arange(4) % 3 == 0).error == pytest.approx((3 / 6 + 0.1) / 4, abs=1e-6)
+
+
 def test_thousands_of_classes() -> None:
     random, n, classes = np.random.default_rng(0), 2_000, 2_000
     targets = random.integers(0, classes, n)
@@ -401,3 +416,13 @@ def test_the_figures_of_labels_values_and_pixels_are_those_by_hand() -> None:
     assert pixels.rows() == [
         ("a", "50.0%", "100.0%", "75.0%", "0.750", "b 25.0%"), ("b", "50.0%", "80.0%", "100.0%", "0.800", ""),
     ]  # fmt: skip
+
+
+def test_a_picture_of_four_values_names_the_number_of_all() -> None:
+    found, samples = np.eye(3, 6), np.arange(3)
+    for names, title in (("abcdef", "the first 4 of 6 values"), ("abcd", "")):
+        own: dict[str, Any] = {"targets": found[:, : len(names)], "values": found[:, : len(names)] + 0.1}
+        errors = ValueErrors("x", {}, (*names,), samples, np.ones(3, np.float32), pictures={}, **own)
+        overview = errors.show().subfigs[0]
+        assert overview.get_suptitle() == title
+        assert [axes.get_title("left") for axes in overview.axes] == [*"abcd"]

@@ -31,6 +31,7 @@ from msgspec import structs
 from pipeline_data import BATCH, CLASSES, SIDE, Toy, batch_norm_model
 from safetensors.torch import load_file
 from stateful_models import Complex, Growing, Remembering, difference, kept
+from torch import nn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 METHODS = {
@@ -105,6 +106,23 @@ def test_checkpoints_of_older_versions(toy: Toy, tmp_path: Path, capsys: pytest.
     (old / "state.json").write_bytes(structs.replace(content, files=files, drivetrain="0.1").to_json())
     pipeline.fit(epochs=1, resume=old)
     assert "did not save the non-persistent buffers: mean, spread, steps begin" in capsys.readouterr().out
+
+
+def used_twice() -> nn.Module:
+    """A model with a layer that has two names."""
+    layer = nn.Conv2d(8, 8, 3, padding=1)
+    first = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), layer, nn.ReLU(), layer)
+    return nn.Sequential(first, nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(8 * 16, CLASSES))
+
+
+def test_averages_of_a_layer_that_is_used_twice(toy: Toy, tmp_path: Path) -> None:
+    """A checkpoint has its last weights under both names, and its average under the first."""
+    pipeline = toy.pipeline(used_twice).transform(EMA(half_life=2))
+    result = pipeline.fit(epochs=1, progress=False, out=tmp_path / "run")
+    again = pipeline.fit(epochs=1, progress=False, out=tmp_path / "run", resume=True)  # it is finished
+    export(tmp_path / "run", tmp_path / "own.safetensors", names="trained")
+    for found in (again.model.state_dict(), load_file(tmp_path / "own.safetensors")):
+        torch.testing.assert_close(dict(found), dict(result.model.state_dict()), rtol=0, atol=0)
 
 
 def test_complex_numbers_are_averaged() -> None:

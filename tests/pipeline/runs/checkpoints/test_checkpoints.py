@@ -8,7 +8,9 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,12 +21,14 @@ from drivetrain import CheckpointError, Classification, DrivetrainError, Pipelin
 from drivetrain import transforms as t
 from drivetrain.pipeline import Checkpoints, CheckpointWarning, FitResult, export
 from drivetrain.pipeline.runs.checkpoints.format import Checkpoint, _digest, _measure
+from drivetrain.pipeline.runs.checkpoints.state import global_randomness_kept, load_randomness
 from drivetrain.pipeline.runs.folder import lock_run_dir
 from pipeline_data import (
     BATCH,
     CLASSES,
     SIDE,
     TRAIN,
+    Layered,
     Toy,
     batch_norm_model,
     left_in,
@@ -46,12 +50,8 @@ def gyro() -> nn.Module:
     return nn.Sequential(*batch_norm_model()[:-1], nn.Dropout(0.3), batch_norm_model()[-1])
 
 
-class Failing(nn.Module):
+class Failing(Layered):
     """Fails in the first step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = plain_model()
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         if len(images) == BATCH:  # which the plan's check of the output is not
@@ -133,6 +133,23 @@ def test_cases_depend_on_what_is_restored(toy: Toy, tmp_path: Path) -> None:
     for name in ("model", "optimizer", "methods", "rank"):
         mixed = swap_file(host, donor, f"{name}.safetensors", tmp_path / name)
         assert numbers(fit(pipeline, resume=mixed)) != numbers(whole), name
+
+
+def test_other_ranks_draw_by_seed_step_and_rank(toy: Toy, tmp_path: Path) -> None:
+    """A checkpoint of one rank on two: whatever a rank draws from is its own, and the same when it resumes again."""
+    fit(toy.pipeline(), epochs=1, out=tmp_path, checkpoints=ALL)
+    saved = [Checkpoint(path) for path in checkpoints_in(tmp_path)[:2]]
+
+    def drawn(checkpoint: Checkpoint, rank: int, seed: int) -> tuple[float, ...]:
+        engine: Any = SimpleNamespace(rank=rank, world_size=2)
+        load_randomness(checkpoint, engine, seed)
+        return torch.rand(()).item(), np.random.rand(), random.random()  # noqa: NPY002
+
+    cases = [*product(saved, (0, 1), (0, 5))]
+    with global_randomness_kept(), torch.random.fork_rng(devices=[]):
+        found, again = ([drawn(*case) for case in cases] for _ in range(2))
+    assert found == again
+    assert [len(set(kind)) for kind in zip(*found, strict=True)] == [len(cases)] * 3
 
 
 def swap_file(host: Path, donor: Path, name: str, target: Path) -> Path:
@@ -248,6 +265,8 @@ def test_another_run_is_refused(toy: Toy, tmp_path: Path) -> None:
         r"seed = 0, and this one has 1": pipeline.replace(seed=1),
         r"batch_size = 32, and this one has 16": toy.pipeline(batch_norm_model, batch_size=16),
         r"image_size": toy.pipeline(batch_norm_model, image_size=8),
+        r"loader = 'ffcv', and this one has 'torch'": toy.pipeline(batch_norm_model, loader="torch", workers=0),
+        r"order = 'random', and this one has 'quasi_random'": toy.pipeline(batch_norm_model, order="quasi_random"),
         r"load settings": toy.pipeline(batch_norm_model, flip=True),
         r"transforms = \[\]": pipeline.transform(t.LabelSmoothing(0.1)),
         r"optimizer = 'sgd', and this one has 'adamw'": pipeline.optimize("adamw", schedule="constant"),

@@ -310,6 +310,14 @@ def test_a_folder_that_cannot_be_claimed(toy: Toy, tmp_path: Path, monkeypatch: 
         fit(toy.pipeline(plain_model), 1, out=tmp_path)
 
 
+def test_what_is_in_the_way_of_results_is_every_ranks_error(toy: Toy, tmp_path: Path) -> None:
+    """A CheckpointError, as all that rank 0 finds out about the folder while the others wait for it."""
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is in the way of this run's results"):
+        fit(toy.pipeline(plain_model), 1, out=tmp_path)
+    assert (tmp_path / "model.safetensors").is_dir()
+
+
 @pytest.mark.process
 def test_a_checkpoint_that_one_rank_cannot_fetch_is_every_ranks_error(toy: Toy, tmp_path: Path) -> None:
     fit(toy.pipeline(plain_model), 1, out=tmp_path / "run")
