@@ -344,6 +344,11 @@ HOOKS: dict[Kind, tuple[str, ...]] = {
 """The hooks of which a class of each kind must define one."""
 
 
+def is_own(defined: Any) -> bool:
+    """Return whether one of Drivetrain's own transforms is, or defines, this class or method."""
+    return bool(defined.__module__.startswith(f"{__name__.rpartition('.')[0]}."))
+
+
 def missing_hook(cls: type[Transform]) -> str:
     """Return an error message about the hook that `cls` lacks, with the remedy; "" for none."""
     kind: object = getattr(cls, "kind", None)

@@ -63,7 +63,7 @@ def exclusive_lock(path: Path, refusal: str) -> Iterator[None]:
     with path.open("ab") as file:
         with suppress(LockError):
             # One that ends between the two steps has removed the file, whose lock then keeps nobody out.
-            if not (acquire(file, wait=False) and is_at(file, path)):
+            if not (acquire(file, wait=False) and _is_at(file, path)):
                 raise DrivetrainError(refusal)
         try:
             yield
@@ -197,7 +197,7 @@ def _partial_file(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
             stack.callback(_close, file)
             with suppress(OSError):
                 acquire(file)
-            if is_at(file, temporary):  # else another writer removed it before it was locked
+            if _is_at(file, temporary):  # else another writer removed it before it was locked
                 break
         yield temporary, file
 
@@ -231,7 +231,7 @@ def _turn(path: Path) -> Iterator[None]:
         file = place.open("ab")
         with suppress(OSError):
             acquire(file)
-        if is_at(file, place):
+        if _is_at(file, place):
             break
         file.close()  # the previous writer has removed it
     try:
@@ -265,7 +265,7 @@ def _lock_file(path: Path) -> Path:
     return path.with_name(f".{path.name}.lock")
 
 
-def is_at(file: IO[bytes], path: Path) -> bool:
+def _is_at(file: IO[bytes], path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

@@ -14,6 +14,7 @@ from ...common.pictures import drawn, image_tag
 from ...common.storage.files import write_file
 from ...common.table import Table
 from ...transforms import Transform
+from ...transforms.base import is_own
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.plan import Plan
 from ..ledger.ledger import Ledger
@@ -158,9 +159,7 @@ def first_batch(spec: PipelineSpec | None) -> ShownBatch:
 
 def _may_use_the_model(transform: Transform) -> bool:
     """Whether a batch may depend on what the model computes: by Drivetrain's own transforms, if they select samples."""
-    own = f"{Transform.__module__.rpartition('.')[0]}."
-    custom = not type(transform).__module__.startswith(own)
-    return transform.selects_samples or transform.unknown or custom
+    return transform.selects_samples or transform.unknown or not is_own(type(transform))
 
 
 def _state(history: History, recipe: str) -> str:

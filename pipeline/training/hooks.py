@@ -16,6 +16,7 @@ from ...loaders.epochs import EpochLoader
 from ...loaders.image_size import ImageSize
 from ...strategies import Engine
 from ...transforms import BatchContext, Loss, Session, Transform
+from ...transforms.base import is_own
 from ..tasks.nests import labels_of, select_samples, to_float
 from ..tasks.task import Task, TaskLoss, loss_and_metric_inputs
 from ..telemetry.observer import Observer
@@ -130,8 +131,7 @@ class TrainingHooks:
     @property
     def may_change_batches(self) -> bool:
         """Whether ranks may train on different numbers of samples. Drivetrain's own transforms keep equally many."""
-        own = f"{Transform.__module__.rpartition('.')[0]}."
-        custom = any(not t.keeps_samples and not type(t).batch.__module__.startswith(own) for t in self._batch)
+        custom = any(not t.keeps_samples and not is_own(type(t).batch) for t in self._batch)
         return custom or bool(self._moments.on_step_start or self._moments.before_forward)
 
     def note(self) -> str:
