@@ -146,7 +146,7 @@ _IMAGENETTE_NOTES = {
 }  # fmt: skip
 
 _IMAGENETTE_TRAINING: dict[str, Any] = {
-    "loading": {"scale": [0.35, 1.0], "flip": "alternating", "eval_ratio": 1.0},
+    "loading": {"scale": [0.35, 1.0], "flip": "alternating", "eval_ratio": 0.875},
     "transforms": [{"name": "BlurPool"}, {"name": "ChannelsLast"}, {"name": "LabelSmoothing", "smoothing": 0.1}],
     "optimizer": {"name": "muon", "lr": 0.02, "weight_decay": 0.01, "ns_steps": 3, "adamw_lr": 3e-3},
     "schedule": "linear", "warmup": 0.1, "precision": "auto",
@@ -164,7 +164,7 @@ IMAGENETTE: dict[str, dict[str, Any]] = {
             **_IMAGENETTE_NOTES,
             "image_size": "the board's",
             "loading.scale": "the board's",
-            "loading.eval_ratio": "the board's squares are evaluated as a whole",
+            "loading.eval_ratio": "as torchvision's 224 of 256 pixels; the board's are 128 of 152",
             "loading.flip": "airbench's, arXiv:2404.00498: each image is mirrored in every second epoch",
             "transforms.BlurPool": "in many of the board's rows",
             "transforms.LabelSmoothing": "the board's: 0.1",
@@ -198,7 +198,7 @@ IMAGENETTE: dict[str, dict[str, Any]] = {
         },
         **_IMAGENETTE, **_IMAGENETTE_TRAINING,
         "epochs": 20,
-        "loading": {**_IMAGENETTE_TRAINING["loading"], "scale": [0.25, 1.0], "eval_ratio": 0.875},
+        "loading": {**_IMAGENETTE_TRAINING["loading"], "scale": [0.25, 1.0]},
         "transforms": [
             *_IMAGENETTE_TRAINING["transforms"],
             {"name": "CutMix", "alpha": 0.5},
@@ -216,11 +216,12 @@ IMAGENETTE: dict[str, dict[str, Any]] = {
             **_IMAGENETTE_NOTES,
             "image_size": "ours: 96 pixels, evaluated with 128, because crops enlarge what is in them: "
             "arXiv:1906.06423",
-            "loading.eval_ratio": "the board's squares are evaluated as a whole",
+            "loading.eval_ratio": "ours: whole squares, because image_size already corrects for crops",
             "transforms.ProgressiveResizing": "ours: 64, 80 and 96 pixels",
             "optimizer": "ours, as the rest: imagenette-5's",
         },
         **_IMAGENETTE, **_IMAGENETTE_TRAINING,
+        "loading": {**_IMAGENETTE_TRAINING["loading"], "eval_ratio": 1.0},
         "image_size": 96, "eval_image_size": 128, "epochs": 3,
         "transforms": [
             *_IMAGENETTE_TRAINING["transforms"],
@@ -236,11 +237,12 @@ IMAGENETTE: dict[str, dict[str, Any]] = {
         "2.15: benchmarks/results/race-imagenette-5.json",
         "notes": {
             **_IMAGENETTE_NOTES, "loader": "the baseline to compare with",
+            "loading.scale": "the board's", "loading.eval_ratio": "imagenette-5's",
             "optimizer": "ours: of six at 64 pixels, in 3 epochs, narrower: AdamW 3e-3 70.9 % (6e-3 71.0 %, "
             "1e-3 70.0 %), SGD with Nesterov's momentum 0.1 69.5 %, 0.05 66.5 %, 0.02 33.0 % at first (0.1: 38.1 %)",
         },
         **_IMAGENETTE,
-        "loading": {"scale": [0.35, 1.0], "eval_ratio": 1.0},
+        "loading": {"scale": [0.35, 1.0], "eval_ratio": 0.875},
         "loader": "torch",
         "optimizer": {"name": "adamw", "lr": 3e-3, "weight_decay": 0.05}, "schedule": "linear", "warmup": 0.2,
     },
@@ -256,7 +258,7 @@ IMAGENETTE: dict[str, dict[str, Any]] = {
             "model": "random weights; the mean of all tokens instead of a class token: arXiv:2205.01580; "
             "dynamic_img_size interpolates the positions for other sizes",
             "image_size": "ours; evaluated with 128, because crops enlarge what is in them: arXiv:1906.06423",
-            "loading.eval_ratio": "the board's squares are evaluated as a whole",
+            "loading.eval_ratio": "ours: whole squares, because image_size already corrects for crops",
             "transforms.ProgressiveResizing": "ours: 64, 80 and 96 pixels, which are 16, 25 and 36 patches",
             "optimizer": "ours", "schedule": "ours", "warmup": "ours", "batch_size": "ours", "epochs": "ours",
             "precision": "ours: bf16 where the device computes it natively",
@@ -266,6 +268,7 @@ IMAGENETTE: dict[str, dict[str, Any]] = {
         "model_options": {
             "num_classes": 10, "img_size": 96, "dynamic_img_size": True, "class_token": False, "global_pool": "avg",
         },
+        "loading": {**_IMAGENETTE_TRAINING["loading"], "eval_ratio": 1.0},
         "image_size": 96, "eval_image_size": 128, "epochs": 8,
         "transforms": [
             {"name": "LabelSmoothing", "smoothing": 0.1},
