@@ -295,8 +295,11 @@ def effects_table() -> str:
     for name, row in found["methods"].items():
         ratio, more = row["ratio"], row["accuracy"]
         time = "not from every seed" if ratio is None else f"{ratio['value']:.2f}{ends(ratio, '.2f')}"
-        points = {key: None if end is None else 100 * end for key, end in more.items()}
-        lines.append([name, time, f"{points['value']:+.1f}{ends(points, '+.1f')}"])
+        last = "failed"  # from every seed
+        if more is not None:
+            points = {key: None if end is None else 100 * end for key, end in more.items()}
+            last = f"{points['value']:+.1f}{ends(points, '+.1f')}"
+        lines.append([name, time, last])
     head = f"with it, over without | time to {found['target']:.0%} | percentage points after {found['epochs']} epochs"
     return rows(head.replace("%", " %"), lines)
 

@@ -76,6 +76,12 @@ def literal(text: str) -> str:
     return text.replace("$", r"\$")
 
 
+def unit_of_time(longest: float) -> tuple[str, int]:
+    """Return the unit of an axis of so many seconds, and its length: the largest of which the axis has two."""
+    units = {"hours": 3600, "minutes": 60}
+    return next((unit for unit in units.items() if longest >= 2 * unit[1]), ("seconds", 1))
+
+
 def _dark_style() -> str:
     """Matplotlib writes colors into the elements, so the rule finds them there. White letters stand on bars and stay:
     letters are groups (g), and areas are paths."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -24,13 +24,18 @@ def chunk(rows: int, shards: int, shard: int) -> tuple[int, int]:
     return min(rows, shard * each), min(rows, (shard + 1) * each)
 
 
+def is_dtensor(tensor: torch.Tensor) -> TypeGuard[Any]:
+    """Whether the tensor is a shard of a larger one. Importing its class takes a second, and a distributed build."""
+    return hasattr(tensor, "device_mesh")
+
+
 def shard_of(value: torch.Tensor) -> tuple[int, int] | None:
     """Return into how many shards a DTensor's rows, or the elements of a `FlatShard`, are divided, and which one this
     rank holds; None for a tensor that is not sharded, or not along its first dimension only."""
     tensor: Any = value
     if isinstance(tensor, FlatShard):
         return tensor.shards, tensor.shard
-    if not hasattr(tensor, "device_mesh"):  # importing DTensor takes a second
+    if not is_dtensor(tensor):
         return None
     divided = [number for number, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     if len(divided) != 1 or not tensor.placements[divided[0]].is_shard(0):
@@ -44,5 +49,5 @@ def local_part(value: torch.Tensor) -> torch.Tensor:
     tensor: Any = value
     if isinstance(tensor, FlatShard):
         return tensor.read()
-    part: torch.Tensor = tensor.to_local() if hasattr(value, "device_mesh") else value
+    part: torch.Tensor = tensor.to_local() if is_dtensor(value) else value
     return part

@@ -145,9 +145,9 @@ class Printed:
         return "".join([*(table.html() for table in tables), *(f"<p>{html.escape(one)}</p>" for one in sentences)])
 
 
-def screen_width(otherwise: int = 110) -> int:
-    """Return the columns of the terminal; of a file or a pipe, `otherwise`: what most tables need."""
-    return shutil.get_terminal_size((otherwise, 24)).columns
+def screen_width() -> int:
+    """Return the columns of the terminal; of a file or a pipe, what most tables need."""
+    return shutil.get_terminal_size((110, 24)).columns
 
 
 def wrapped(sentences: Iterable[str], width: int) -> list[str]:

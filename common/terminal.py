@@ -13,22 +13,30 @@ def is_interactive() -> bool:
     return sys.stderr.isatty() or in_cell()
 
 
+def ipython_shell() -> Any:
+    """Return IPython's shell, or None."""
+    # It is a module without the function while another thread imports it, or if a program has replaced it by its own.
+    return getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+
+
 def in_cell() -> bool:
     """Return whether the code runs in a notebook. Some libraries import ipykernel without one, so that only the shell
     in use can show it."""
-    # It is a module without the function while another thread imports it, or if a program has replaced it by its own.
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    shell = ipython_shell()
     return hasattr(shell, "kernel")
 
 
-def time_bar(seconds: float, progress: bool) -> Any:
-    """Return a tqdm bar of the use of so many seconds, which shows nothing without `progress`, or in a log file."""
-    from tqdm.auto import tqdm
+def progress_bar(total: float, progress: bool, **options: Any) -> Any:
+    """Return a tqdm bar, which shows nothing without `progress`, or in a log file; `options` are tqdm's own."""
+    from tqdm.auto import tqdm  # here: loaders show no bar
 
-    return tqdm(
-        total=seconds, disable=not (progress and is_interactive()), leave=False, dynamic_ncols=True,
-        bar_format="{desc}{percentage:3.0f}% of " + f"{seconds:g} s |{{bar}}|",
-    )  # fmt: skip
+    return tqdm(total=total, disable=not (progress and is_interactive()), leave=False, **options)
+
+
+def time_bar(seconds: float, progress: bool) -> Any:
+    """Return a bar of the use of so many seconds."""
+    share = "{desc}{percentage:3.0f}% of " + f"{seconds:g} s |{{bar}}|"
+    return progress_bar(seconds, progress, dynamic_ncols=True, bar_format=share)
 
 
 def shortened(lines: Sequence[str], verbose: bool = False) -> list[str]:

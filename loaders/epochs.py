@@ -23,7 +23,7 @@ from .beton.labels import LabelFacts
 from .decode.moving import MovingTargets
 from .device import DeviceFeed
 from .image_size import ImageSize, size_text
-from .options import EVAL_RATIO, LoaderOptions, check_sizes
+from .options import EVAL_RATIO, LoaderOptions, check_sizes, require_no_ranks
 from .order.arrays import array_order, by_weight, mixed_array
 from .order.batches import (
     WINDOW,
@@ -72,8 +72,11 @@ class EpochLoader(ABC):
     beton: BetonFiles | None
     """The files; None if the source is not a `.beton`."""
 
-    def __init__(self, settings: LoaderOptions, indices: Any, samples: int, beton: BetonFiles | None) -> None:
+    def __init__(
+        self, settings: LoaderOptions, indices: Any, samples: int, beton: BetonFiles | None, ranks_given: bool = True
+    ) -> None:
         self.settings, self.samples, self.beton = settings, samples, beton
+        self._ranks_given = ranks_given
         self.created_with = settings
         """The settings at the beginning: `set_image_size` and `set_policy` change `settings`."""
         check_contents(settings, beton)
@@ -252,6 +255,8 @@ class EpochLoader(ABC):
         return self._last.padded
 
     def __iter__(self) -> Iterator[Batch]:
+        if self.settings.train and not self._ranks_given and self.settings.world_size == 1:
+            require_no_ranks()
         if self.beton is not None:
             self.beton.require_sizes()
         self._epoch, start = self._next_epoch, self._resume_at
@@ -385,9 +390,7 @@ class EpochLoader(ABC):
         """
         chosen = used_samples(indices, self.samples)
         self._check_sizes(self.settings, chosen)
-        own = self.settings
-        full = (own.train or own.drop_last) and not own.pad_last
-        check_batch_size(own.batch_size, len(chosen), full=full, world_size=own.world_size)
+        self._check_count(chosen)
         parts = [between(chosen, first, end) for _, first, end in self._weighted]
         drawn = shares(len(chosen), self._weights) if parts else []
         for part, count, (weight, first, end) in zip(parts, drawn, self._weighted, strict=True):
@@ -414,6 +417,12 @@ class EpochLoader(ABC):
             numbers = as_array(chosen)
             for _, own in settings.groups:
                 check_sizes(own, beton.heights[numbers], beton.widths[numbers], beton.name, numbers)
+
+    def _check_count(self, chosen: Samples) -> None:
+        """Raise DataError if there are too few samples for a batch."""
+        own = self.settings
+        full = (own.train or own.drop_last) and not own.pad_last
+        check_batch_size(own.batch_size, len(chosen), full=full, world_size=own.world_size)
 
     @property
     def frequencies(self) -> NDArray[np.float64]:
@@ -465,9 +474,7 @@ class EpochLoader(ABC):
                     f"keep(): sample {listed[~used[listed]][0]} is not one of the loader's {len(self._indices)} "
                     "indices. Pass some of them."
                 )
-        own = self.settings
-        full = (own.train or own.drop_last) and not own.pad_last
-        check_batch_size(own.batch_size, len(chosen), full=full, world_size=own.world_size)
+        self._check_count(chosen)
         self._kept = chosen
 
     def selection(self, options: SampleOptions) -> Selection:

@@ -91,7 +91,7 @@ class FFCVLoader(EpochLoader):
         self._operations = tuple(operations)
         remote = Remote(own.cache, own.cache_limit, own.patience, own.stream)
         self.beton: BetonFiles = open_files(source, remote)
-        super().__init__(own, indices, len(self.beton), self.beton)
+        super().__init__(own, indices, len(self.beton), self.beton, options.get("rank") is not None)
         self._pool: ThreadPoolExecutor | None = None
         self._stops: WeakSet[Stop] = WeakSet()  # of all epochs whose batches may be loading
         self._feed = feed_of(self.device, self.settings, self.beton.depth)

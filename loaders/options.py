@@ -442,6 +442,20 @@ def _ranks(rank: Any, world_size: Any) -> tuple[Any, Any]:
     return 0, 1
 
 
+def require_no_ranks() -> None:
+    """Raise DataError in a process that has become one of several ranks since a loader was created: each of them would
+    train on all samples, as in Lightning, whose ranks run the script and join their group in `fit`."""
+    import torch.distributed as dist
+
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if ranks > 1:
+        raise DataError(
+            f"The loader was created before this process became one of {ranks} ranks, so that each of them would train "
+            "on all samples. Create it afterwards (in Lightning: in train_dataloader()), or pass rank= and world_size= "
+            "(rank=0, world_size=1: all samples)."
+        )
+
+
 def _check_groups(views: Sequence[Mapping[str, Any]]) -> None:
     known = ("count", *(name for name, option in options_of(LoaderOptions).items() if PER_VIEW in option.marks))
     for group in views:

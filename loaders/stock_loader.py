@@ -101,7 +101,7 @@ class StockFFCVLoader(EpochLoader):
                 f"{self.beton.name} has targets that move with the image ({', '.join(targets)}: "
                 f"{', '.join(set(targets.values()))}), which FFCV's own loader does not have. To move them, {_OURS}."
             )
-        super().__init__(own, indices, len(self.beton), self.beton)
+        super().__init__(own, indices, len(self.beton), self.beton, options.get("rank") is not None)
         _require_crops(own, self.beton)
         self._feed = feed_of(self._device, own)
         self._buffers = Buffers(keep=3)  # the one in use, and two spare ones

@@ -6,11 +6,12 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.reduction import ForkingPickler
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, Unpack
 
 import numpy as np
@@ -33,6 +34,7 @@ from .epochs import Batch, EpochLoader
 from .options import LoaderKeywords, LoaderOptions, check_workers
 
 _END_PATIENCE = 0.2  # seconds for the workers to exit by themselves; they hold nothing that could be lost
+_MANY = 64  # entries from which on a list of a data set is its data
 
 
 @documented(LoaderOptions)
@@ -88,7 +90,7 @@ class TorchLoader(EpochLoader):
                     "FFCVLoader, and not in TorchLoader, with which a ledger compares. Leave them out, or load them as "
                     "stored: fields={name: None}."
                 )
-        super().__init__(own, indices, len(self.dataset), beton)
+        super().__init__(own, indices, len(self.dataset), beton, options.get("rank") is not None)
         self._device = check_device(device)
         self._feed = None if self._device.type == "cpu" else DeviceFeed(self._device)
         self._keys = _Keys()
@@ -351,9 +353,34 @@ def _describe_error(error: Exception) -> str:
 
 def _is_of_the_script(dataset: Any) -> bool:
     """Whether workers need the user's script: for the class of the data set, or for what it has, such as a function
-    of the script as `loader` or `target_transform`."""
-    parts = (type(dataset), *getattr(dataset, "__dict__", {}).values())
-    return any(getattr(part, "__module__", None) == "__main__" for part in parts)
+    of the script as `loader` or `target_transform`, also within a partial or torchvision's `Compose`."""
+    level: list[Any] = [dataset]
+    for _ in range(5):  # of a Subset, the data set, its Compose, the list of this, and a function in it
+        if any(_module_of(part) == "__main__" for part in level):
+            return True
+        level = [inner for part in level for inner in _inside(part)]
+    return False
+
+
+def _module_of(part: Any) -> Any:
+    with suppress(Exception):  # a proxy may raise anything
+        return getattr(part, "__module__", None)
+    return None
+
+
+def _inside(part: Any) -> Iterable[Any]:
+    """Return what an object of a data set has, and takes to a worker."""
+    if isinstance(part, type | ModuleType):
+        return ()
+    if isinstance(part, partial):
+        return part.func, *part.args, *part.keywords.values()
+    if isinstance(part, list | tuple | dict):
+        entries: Iterable[Any] = part.values() if isinstance(part, dict) else part
+        return entries if len(part) < _MANY else ()
+    if any("__getstate__" in vars(kind) for kind in type(part).__mro__[:-1]):  # it leaves something here
+        return ()
+    values: Iterable[Any] = getattr(part, "__dict__", {}).values()
+    return values
 
 
 @contextmanager

@@ -94,9 +94,8 @@ def rank_device(device: str | None, place: tuple[int, int] | None = None) -> tor
 
 def _fingerprint(device: torch.device) -> int:
     identity = f"rank {dist.get_rank()}"
-    # Slices of one GPU (MIG) may share its identity, and torch before 2.5 has none.
-    if "MIG" not in os.environ.get("CUDA_VISIBLE_DEVICES", ""):
-        identity = str(getattr(torch.cuda.get_device_properties(device), "uuid", identity))
+    if "MIG" not in os.environ.get("CUDA_VISIBLE_DEVICES", ""):  # slices of one GPU may share its identity
+        identity = str(torch.cuda.get_device_properties(device).uuid)
     return int.from_bytes(hashlib.sha256(identity.encode()).digest()[:7])
 
 

@@ -101,6 +101,13 @@ def forked_ranks(request: pytest.FixtureRequest, rank_server: RankServer) -> Ite
         yield
 
 
+@pytest.fixture
+def forked(rank_server: RankServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forked ranks there, too, for what comes after the start: an interpreter takes seconds."""
+    if not STARTED:
+        monkeypatch.setattr(launcher, "start_interpreter", rank_server.start)
+
+
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
     """A converted toy data set, made once."""

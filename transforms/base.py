@@ -245,7 +245,8 @@ class Transform:
 
     @property
     def turning_points(self) -> tuple[float, ...]:
-        """Fractions of training at which `size` or `level` begins or ends to change, for a ledger's trials."""
+        """Fractions of training at which `size`, `level`, or the size of the images that `batch` returns begins or ends
+        to change, for a ledger's trials."""
         return ()
 
     @property

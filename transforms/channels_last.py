@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..common.errors import PlanError
+from ..common.rows import is_dtensor
 from .base import Report, Transform, warn_nothing_changed
 
 
@@ -62,7 +63,7 @@ class ChannelsLast(Transform):
 
     def _refuse_sharded(self, model: nn.Module) -> None:
         for name, parameter in model.named_parameters():
-            if hasattr(parameter, "device_mesh"):  # a DTensor; importing its class takes a distributed build
+            if is_dtensor(parameter):
                 raise PlanError(
                     f"ChannelsLast cannot change {name!r}, which is sharded (DTensor), and FSDP2 does not shard "
                     "channels-last weights. Remove ChannelsLast, or use the strategy ddp."

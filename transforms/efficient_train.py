@@ -128,6 +128,10 @@ class EfficientTrain(Transform):
         steps = [each / side**2 for each, side in zip(self.compute, self.bandwidths, strict=True)]
         return [end / sum(steps) for end in accumulate(steps)]
 
+    @property
+    def turning_points(self) -> tuple[float, ...]:
+        return tuple(self._ends[:-1])
+
     def compute_at(self, progress: float) -> float:
         """Return the fraction of the computation, 0 to 1, that is done at a fraction `progress` of the steps."""
         return float(np.interp(progress, [0.0, *self._ends], [0.0, *accumulate(self.compute)]))

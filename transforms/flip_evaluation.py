@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..common.errors import DataError
+from ..common.errors import DataError, PlanError
 from .base import Natural, Transform
 from .common.images import keep_format
 
@@ -45,7 +45,7 @@ class TestTimeFlip(Transform):
 
     def predict(self, model: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
         """Return logits (B, C), in float32 or better, of images (B, 3, H, W), in the caller's gradient and autocast
-        modes. Raises `DataError` for images of another shape."""
+        modes. Raises `DataError` for images of another shape, `PlanError` unless the model returns a tensor."""
         if images.dim() != 4 or min(images.shape[-2:]) <= self.shift:
             raise DataError(
                 f"{self}: images of shape {tuple(images.shape)}. Pass (B, 3, H, W), with sides larger than shift."
@@ -62,6 +62,11 @@ class TestTimeFlip(Transform):
 
 
 def _both(model: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
-    logits = model(images)
+    logits: object = model(images)
+    if not isinstance(logits, Tensor):
+        raise PlanError(
+            f"TestTimeFlip takes the mean of one tensor, and the model returns a {type(logits).__name__}. Return the "
+            "logits, in a pipeline by the task's outputs(), or leave TestTimeFlip out."
+        )
     wide = torch.promote_types(logits.dtype, torch.float32)
     return (logits.to(wide) + model(keep_format(images.flip(-1), images)).to(wide)) / 2

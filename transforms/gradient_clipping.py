@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ..common.errors import PlanError
+from ..common.rows import is_dtensor
 from .base import AboveZero, Session, Transform
 from .common.moments import session_at
-from .common.tensors import is_dtensor, with_gradients
+from .common.tensors import with_gradients
 
 By = Literal["norm", "value", "adaptive"]
 SMALLEST_WEIGHT = 1e-3

@@ -274,8 +274,9 @@ def _own_status(error: BaseException | None) -> int | None:
     for status in (getattr(error, "status", None), named, getattr(answer, "status_code", None)):
         if isinstance(status, int):
             return status
-    code = getattr(error, "code", None)  # last, since aiohttp's warns that it is deprecated
-    return code if isinstance(code, int) else None
+    # Not of aiohttp's parser, whose error for an answer that breaks off has 400; and those of SFTP are other numbers.
+    code = None if type(error).__module__.startswith("aiohttp.") else getattr(error, "code", None)
+    return code if isinstance(code, int) and 400 <= code < 600 else None
 
 
 def _is_missing(error: FileNotFoundError) -> bool:

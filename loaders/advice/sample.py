@@ -21,7 +21,7 @@ from ..beton.image_modes import RGB, channels_text
 from ..beton.layout import MODE_JPEG
 from ..beton.reader import open_beton
 from ..conversion.convert import convert
-from ..conversion.folders import EXTENSIONS, files_below
+from ..conversion.folders import EXTENSIONS, files_below, without_waiting
 from ..ffcv_loader import FFCVLoader
 from ..image_size import ImageSize
 
@@ -82,7 +82,8 @@ def _open_folder(folder: Path) -> DataSet:
 
     def read(number: int) -> bytes:
         try:
-            return Path(files[number]).read_bytes()
+            with open(files[number], "rb", opener=without_waiting) as file:
+                return file.read()
         except OSError as error:
             raise DataError(f"{files[number]} cannot be read: {error.strerror}.") from None
 

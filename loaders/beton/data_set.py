@@ -128,9 +128,7 @@ class BetonFiles:
         return LabelFacts.shared(shared_arrays(key, lambda: self._read_facts().arrays()))
 
     def _read_facts(self) -> LabelFacts:
-        every = range(0, len(self), _AT_ONCE)
-        some = (np.arange(start, min(start + _AT_ONCE, len(self))) for start in every)
-        facts = LabelFacts.of(self.read(self.label_name, own) for own in some)
+        facts = LabelFacts.of(self.read(self.label_name, own) for own in self._all_indices())
         if facts.shape and not facts.finite:
             _ = self._label_arrays  # which raises, and names the sample
         return facts
@@ -146,10 +144,14 @@ class BetonFiles:
 
     def _read_labels(self, dtype: np.dtype[Any]) -> NDArray[Any]:
         found = np.empty(len(self), dtype)
-        for start in range(0, len(self), _AT_ONCE):
-            some = np.arange(start, min(start + _AT_ONCE, len(self)))
-            found[start : start + _AT_ONCE] = self.read(self.label_name, some)
+        for some in self._all_indices():
+            found[some] = self.read(self.label_name, some)
         return found
+
+    def _all_indices(self) -> Iterator[Indices]:
+        """Yield the indices of all samples, some at a time."""
+        for start in range(0, len(self), _AT_ONCE):
+            yield np.arange(start, min(start + _AT_ONCE, len(self)))
 
     @cached_property
     def checksum(self) -> int | None:

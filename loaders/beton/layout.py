@@ -108,7 +108,7 @@ def _array_arguments(stored: NDArray[np.uint8]) -> tuple[np.dtype[Any], tuple[in
     try:
         ((empty, description),) = json.loads(stored[start : start + length].tobytes().decode("ascii"))
         dtype = np.dtype(description)
-    except (ValueError, TypeError) as error:
+    except Exception as error:  # of several types: of some texts, NumPy raises a SyntaxError
         raise ValueError(f"an ndarray field has an invalid dtype ({error})") from None
     if empty != "" or dtype.kind not in "biufc" or dtype.str != description:
         raise ValueError(f"an ndarray field has the dtype {description!r}, which is not a plain number")

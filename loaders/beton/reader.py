@@ -139,8 +139,8 @@ class Beton:
     def read(self, name: str, indices: NDArray[np.int64]) -> Any:
         """Return the values of one field for the samples `indices` `(n,)`.
 
-        int and float are returned as `(n,)` int64 and float64; ndarrays as `(n, *shape)` of the stored type; bytes
-        as a list (an image's: as stored); JSON as a list of values.
+        int and float are returned as `(n,)` int64 and float64; ndarrays as `(n, *shape)` of the stored type, in
+        the order of bytes of this machine; bytes as a list (an image's: as stored); JSON as a list of values.
 
         Raises:
             BetonError: if there is no such field, or a JSON value does not parse.
@@ -153,7 +153,8 @@ class Beton:
             return column.values[indices]
         if field.kind == "ndarray":
             stored = self.file.read_many(column.pointers[indices], field.nbytes)
-            return stored.view(field.dtype).reshape(-1, *field.shape)
+            found = stored.view(field.dtype).reshape(-1, *field.shape)
+            return found.astype(field.dtype.newbyteorder("="), copy=False)  # torch takes no other order of bytes
         values = ((index, self._stored(column, index)) for index in np.asarray(indices).tolist())
         return [self._json(name, *each) if field.kind == "json" else each[1] for each in values]
 
@@ -168,7 +169,7 @@ class Beton:
     def _json(self, name: str, index: int, value: bytes) -> Any:
         try:
             return json.loads(value.removesuffix(b"\0").decode())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # the latter of many brackets in each other
             raise self.sample_error(index, f"its field {name!r} is not valid JSON ({error})") from None
 
     def all_checksums(self, before: int = 0) -> int:

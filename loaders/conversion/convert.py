@@ -97,10 +97,10 @@ def convert(
             per shard.
         on_error: `"raise"` stops at the first bad image; `"skip"` skips and reports it.
         classes: class names in label order, for sources without names (arrays, shards), or for the names in
-            `labels`. For a folder, they may be more than it has, as of validation data that lacks a class: each folder
-            has the index of its name. Those of masks name their indices; 255, for pixels that do not count, needs none.
-            Default None: the source's, but none for masks, and for labels that a data set transforms
-            (`target_transform`).
+            `labels`. For a folder, or torchvision's `ImageFolder` of one, they may be more than it has, as of
+            validation data that lacks a class: each folder has the index of its name. Those of masks name their
+            indices; 255, for pixels that do not count, needs none. Default None: the source's, but none for masks, and
+            for labels that a data set transforms (`target_transform`).
         mask_map: values of masks to replace, old to new, in the labels and in further fields of kind mask; all at
             once, so `{1: 2, 2: 1}` exchanges two. `{11: 255}`: pixels of class 11 do not count. The classes are those
             after it. Of masks with a palette, values are the indices. Their colors are kept in the manifest, for

@@ -25,6 +25,7 @@ from ..decode.pictures import (
     turn_of,
 )
 from ..native import jpegs
+from .folders import without_waiting
 
 _RAW_LIMIT = 64 * 64 * 3  # bytes up to which mode auto stores pixels: lossless, and faster to read
 _CHOICES = {"write_mode": ("auto", "jpg", "raw", "smart", "proportion"), "check": ("decode", "structure")}
@@ -174,7 +175,8 @@ def _check_sides(size: tuple[int, int]) -> None:
 
 def _read(path: Any) -> bytes:
     try:
-        return Path(path).read_bytes()
+        with open(Path(path), "rb", opener=without_waiting) as file:
+            return file.read()
     except (OSError, TypeError) as error:
         raise DataError(f"its file {path} cannot be read: {getattr(error, 'strerror', error)}") from None
 

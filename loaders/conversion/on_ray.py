@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ...common.errors import DataError, DrivetrainError, require
-from ...common.terminal import is_interactive
+from ...common.terminal import progress_bar
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -18,8 +18,6 @@ def on_ray(
 ) -> Generator[R, None, None]:
     """Yield `convert(shard, threads)` of each shard, as they end. A cluster that runs is used (`RAY_ADDRESS`, or this
     machine's); else one is started here, and ended. Ray starts a task again whose machine is lost."""
-    from tqdm.auto import tqdm  # here: loaders show no bar
-
     ray = require("ray", "ray", "convert on several machines")
     begun = not ray.is_initialized()
     if begun:
@@ -29,8 +27,7 @@ def on_ray(
         warn_if_too_many(threads, ray.nodes())
         task = ray.remote(num_cpus=threads)(convert)
         waiting = [task.remote(shard, threads) for shard in shards]
-        hidden = not (progress and is_interactive())
-        with tqdm(total=len(waiting), desc="Converting", unit="shard", disable=hidden, leave=False) as bar:
+        with progress_bar(len(waiting), progress, desc="Converting", unit="shard") as bar:
             while waiting:
                 (ended,), waiting = ray.wait(waiting)
                 yield ray.get(ended)

@@ -18,7 +18,7 @@ import numpy as np
 
 from ...common.errors import DataError
 from ..sources import expand
-from .folders import FolderSource, LabeledFolder, MaskFolder
+from .folders import FolderSource, LabeledFolder, MaskFolder, class_numbers
 
 _IMAGE_MEMBERS = ("jpg", "jpeg", "png", "webp")
 _LABEL_MEMBERS = ("cls", "mask.png", "json")  # the first of these, unless a mask is a further field
@@ -68,7 +68,7 @@ def open_source(
         _refuse_fields(fields, "pair of arrays")
         return ArraySource(*source)
     if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
-        return DatasetSource(source, fields)
+        return DatasetSource(source, fields, classes)
     raise DataError(
         f"A {type(source).__name__} cannot be converted. Pass a folder with one folder per class, .tar shards, a "
         "pair of arrays (images, labels), or a data set with len() and [index] that returns (image, label)."
@@ -115,11 +115,12 @@ class ArraySource(SampleSource):
 class DatasetSource(SampleSource):
     """Any indexable data set. Only one thread at a time calls `__getitem__`, which may not be thread-safe."""
 
-    def __init__(self, dataset: Any, fields: Sequence[str] = ()) -> None:
+    def __init__(self, dataset: Any, fields: Sequence[str] = (), classes: Sequence[str] = ()) -> None:
         self.kind = f"dataset {type(dataset).__name__}"
         features = getattr(dataset, "features", None)  # of a Hugging Face data set
         self._features = features if isinstance(features, dict) else {}
         self.classes = class_names(dataset, self._features.get("label"))
+        self._numbers = self._renumbered(dataset, classes)
         self._dataset, self._fields, self._lock = self._undecoded(dataset), list(fields), threading.Lock()
 
     def __len__(self) -> int:
@@ -136,7 +137,8 @@ class DatasetSource(SampleSource):
             has = f" of {len(sample)}" if isinstance(sample, tuple | list) else ""
             what = f"a pair ({names})" if wanted == 2 else f"a tuple ({names})"
             raise DataError(f"it is a {type(sample).__name__}{has}; expected {what} or a dict")
-        return tuple(sample)
+        image, label, *values = sample
+        return image, label if self._numbers is None else self._numbers[label], *values
 
     def _from_dict(self, sample: dict[str, Any]) -> tuple[Any, ...]:
         image = sample.get("image", sample.get("img"))
@@ -146,6 +148,17 @@ class DatasetSource(SampleSource):
         if missing:
             raise DataError(f"it has the keys {sorted(sample)}; the fields {missing} are missing")
         return image, sample["label"], *(sample[name] for name in self._fields)
+
+    def _renumbered(self, dataset: Any, classes: Sequence[str]) -> Sequence[int] | None:
+        """Return the class index of each class of torchvision's ImageFolder if `classes` has their names, and more, as
+        of a folder; None if they have their own."""
+        folders = sys.modules.get("torchvision.datasets.folder")  # which who has such a data set has imported
+        known = folders is not None and type(dataset).__getitem__ is folders.DatasetFolder.__getitem__
+        # Those of torchvision's ImageNet are not the names of its folders.
+        if not (known and classes and list(dataset.class_to_idx) == self.classes):
+            return None
+        numbers = class_numbers(Path(dataset.root), self.classes, classes)
+        return None if isinstance(numbers, range) else numbers
 
     def _undecoded(self, dataset: Any) -> Any:
         """Make a Hugging Face data set, or torchvision's ImageFolder, return each image's file as it is stored, so that
@@ -193,11 +206,16 @@ def is_shards(source: Any) -> bool:
     )  # fmt: skip
 
 
+def expanded(source: Any) -> list[str]:
+    """Return the names that a pattern, or each of several, stands for; see `expand`. Files are not looked for."""
+    patterns = [source] if isinstance(source, str | Path) else source
+    return [name for pattern in patterns for name in expand(str(pattern))]
+
+
 def expand_shards(source: Any) -> list[str]:
     """Return the shards' paths: `{000..003}` counts with leading zeros, `{a,b}` lists; `*`, `?`, `[…]` match files."""
-    patterns = [source] if isinstance(source, str | Path) else source
     paths = []
-    for pattern in (part for whole in patterns for part in expand(str(whole))):
+    for pattern in expanded(source):
         matches = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern))  # noqa: PTH207 — any root
         if not matches:
             raise DataError(f"{pattern} does not exist. Pass a .tar file, a pattern, or a list.")

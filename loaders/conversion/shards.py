@@ -23,7 +23,7 @@ from ..beton.reader import open_beton
 from ..options import check_workers
 from ..sources import expand, in_threads
 from .on_ray import on_ray
-from .sample_source import expand_shards, is_shards, named_once
+from .sample_source import expand_shards, expanded, is_shards, named_once
 from .single import Choices, ConvertReport, convert_here
 
 _CONTINUES = "the same call continues with the others"
@@ -96,9 +96,8 @@ def _shards(source: Any, out: str | Path, choices: Choices, engine: str) -> list
         raise DataError(
             f"engine={engine!r} converts .tar shards, each to a file of its own; {what}. Leave engine= (--engine) out."
         )
-    patterns = [source] if isinstance(source, str | Path) else source
-    parts = [part for pattern in patterns for part in expand(str(pattern))]
-    names = named_once([name for part in parts for name in ([part] if is_address(part) else expand_shards(part))])
+    parts = ([part] if is_address(part) else expand_shards(part) for part in expanded(source))
+    names = named_once([name for part in parts for name in part])
     outs = expand(str(out))
     if len(outs) != len(names) or len(set(outs)) < len(outs):
         raise DataError(

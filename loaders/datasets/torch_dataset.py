@@ -21,7 +21,7 @@ from ..beton.data_set import BetonFiles, open_files
 from ..beton.image_modes import RGB, mode_of
 from ..beton.open_file import Identity
 from ..beton.targets import NOT_COUNTED
-from ..conversion.folders import FolderSource, refuse_odd_names
+from ..conversion.folders import FolderSource, refuse_odd_names, without_waiting
 from ..decode.augmentation import fitted
 from ..decode.moving import Masks
 from ..decode.pictures import decoded, pixels_of, rgb_of, to_rgb
@@ -101,7 +101,9 @@ class PictureFolder(ImageFolder):  # type: ignore[misc]
 def open_picture(path: str) -> Any:
     """Open an image file as `convert` does: upright, and in RGB."""
     try:
-        with decoded(Path(path).read_bytes()) as (image, _):
+        with open(path, "rb", opener=without_waiting) as file:
+            data = file.read()
+        with decoded(data) as (image, _):
             return to_rgb(image)[0]
     except DataError as error:  # in which the loader does not look for the sample's name
         raise ValueError(f"{path}: {error}") from error
@@ -197,7 +199,12 @@ def _apply(function: Callable[[Any], Any], image: Any, *masks: Any) -> Any:
 
 
 def _pillow_to_rgb(image: Any) -> Any:
-    return rgb_of(image) if isinstance(image, Image.Image) else image
+    if not isinstance(image, Image.Image):
+        return image
+    try:
+        return rgb_of(image)
+    except DataError as error:  # in which the loader does not look for the sample's name
+        raise ValueError(str(error)) from error
 
 
 def _pillow_of_mode(mode: str, image: Image.Image) -> Any:
@@ -214,6 +221,8 @@ def _pixels_to_tensor(mode: str, image: Any) -> Any:
     """Make tensors `(C, H, W)` of arrays: uint8, or of 16 bits float32 from 0 to 1. PIL images get this mode."""
     if isinstance(image, Image.Image):
         image = _pillow_of_mode(mode, image)
+        if mode == "RGBA":  # whose colors Pillow would weigh by their opacity
+            image = np.asarray(image)
     if not isinstance(image, np.ndarray):
         return image
     planes = image[None] if image.ndim == 2 else np.moveaxis(image, -1, 0)

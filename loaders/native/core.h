@@ -67,6 +67,10 @@ static inline int dt_is_stopped(const dt_limits *limits)
 /* Inner loops read and write whole blocks of this many bytes: all buffers are longer by as much. */
 #define DT_BLOCK 128
 
+static inline size_t dt_whole_blocks(size_t bytes) { return (bytes + DT_BLOCK - 1) / DT_BLOCK * DT_BLOCK; }
+
+static inline int64_t dt_larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
 /* Memory that grows on demand; {0} at first. */
 typedef struct {
     uint8_t *data;
@@ -180,11 +184,12 @@ DT_API size_t dt_area_bytes(int64_t height, int64_t width, int64_t out_height, i
 DT_API int dt_area(const uint8_t *source, size_t stride, int64_t height, int64_t width, const dt_limits *limits,
                    uint8_t *target, int64_t out_height, int64_t out_width, void *workspace, size_t bytes);
 
-/* ---- pixels.c: on images (`height`, `width`, 3), in place unless there is a target ---- */
+/* ---- pixels.c: on images (`height`, `width`, 3); those with `pixel` on images of any pixels, of so many bytes. In place unless
+ * there is a target. ---- */
 
-void dt_flip(uint8_t *image, int64_t height, int64_t width);
+void dt_flip(uint8_t *image, size_t pixel, int64_t height, int64_t width);
 /* Copy `image` shifted by pixels, with edges reflected. */
-void dt_shifted_copy(dt_image image, int64_t down, int64_t right, uint8_t *target);
+void dt_shifted_copy(dt_image image, size_t pixel, int64_t down, int64_t right, uint8_t *target);
 /* Pillow's arithmetic of one level: from `base` to `value` by `factor`, cut to 0–255, truncated. */
 uint8_t dt_blend(float base, float value, float factor);
 /* The mean of Pillow's gray values, rounded. */
@@ -193,7 +198,7 @@ int64_t dt_mean_gray(const uint8_t *image, int64_t pixels);
 void dt_saturate(uint8_t *image, int64_t pixels, float factor);
 /* torchvision's ColorJitter; `factors`: brightness, contrast, saturation, and the index of their order, one of six. */
 void dt_jitter_color(uint8_t *image, int64_t pixels, const double *factors);
-void dt_cut_out(uint8_t *image, int64_t width, int64_t top, int64_t left, int64_t side, const uint8_t *fill);
+void dt_cut_out(uint8_t *image, size_t pixel, int64_t width, int64_t top, int64_t left, int64_t side, const uint8_t *fill);
 /* `values` = byte · `factors` + `summands`, each (3 · width), line by line. */
 DT_HIDDEN void dt_normalize(const uint8_t *image, int64_t height, int64_t width, const float *factors, const float *summands,
                   float *values);
@@ -208,16 +213,10 @@ int dt_planes_resize(dt_image image, int64_t channels, int64_t bytes, int cubic,
                      int64_t out_height, int64_t out_width, dt_resizing *memory);
 dt_resizing_bytes dt_planes_resize_bytes(int64_t rows, int64_t columns, int64_t channels, int64_t bytes, int cubic, int fine,
                                          int64_t out_height, int64_t out_width);
-void dt_planes_flip(uint8_t *image, size_t pixel, int64_t height, int64_t width);
-void dt_planes_shift(dt_image image, size_t pixel, int64_t down, int64_t right, uint8_t *target);
-void dt_planes_cut_out(uint8_t *image, size_t pixel, int64_t width, int64_t top, int64_t left, int64_t side,
-                       const uint8_t *fill);
 /* `values` = level · `factors` + `summands`, each (`lanes`), for `height` lines of as many values; in float32, or rounded
  * to bfloat16 if `half`. */
 void dt_planes_normalize(const uint8_t *image, int64_t bytes, int64_t height, int64_t lanes, const float *factors,
                          const float *summands, int half, void *values);
-/* The position that `at` is reflected to, of `size`. */
-int64_t dt_reflected(int64_t at, int64_t size);
 
 /* ---- policies.c ---- */
 

@@ -176,12 +176,7 @@ static void set_source(j_decompress_ptr jpeg, const uint8_t *data, size_t size)
 /* The memory for all coefficients of a picture whose header was read, in bytes, as libjpeg allocates it. */
 static uint64_t coefficient_bytes(const struct jpeg_decompress_struct *jpeg)
 {
-    uint64_t high = 1, wide = 1, blocks = 0;
-    for (int i = 0; i < jpeg->num_components; i++) {
-        uint64_t h = (uint64_t)jpeg->comp_info[i].h_samp_factor, v = (uint64_t)jpeg->comp_info[i].v_samp_factor;
-        wide = h > wide ? h : wide;
-        high = v > high ? v : high;
-    }
+    uint64_t wide = (uint64_t)jpeg->max_h_samp_factor, high = (uint64_t)jpeg->max_v_samp_factor, blocks = 0;
     uint64_t columns = (jpeg->image_width + 8 * wide - 1) / (8 * wide);
     uint64_t rows = (jpeg->image_height + 8 * high - 1) / (8 * high);
     for (int i = 0; i < jpeg->num_components; i++)

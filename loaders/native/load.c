@@ -53,7 +53,6 @@ static int read_all(int file, uint64_t start, size_t size, const dt_limits *limi
 }
 
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* Whether images have three channels of bytes: the usual ones, with the fastest code and all operations. */
 static int is_rgb(const dt_settings *settings) { return settings->channels == 3 && settings->bytes == 1; }
@@ -129,7 +128,7 @@ static int plan(const dt_views *groups, int64_t count, const dt_samples *samples
             if (!is_inside(box, height, width))
                 return DT_WRONG_SIZE;
             top = smaller(top, box[0]), left = smaller(left, box[1]);
-            bottom = larger(bottom, box[0] + box[2]), right = larger(right, box[1] + box[3]);
+            bottom = dt_larger(bottom, box[0] + box[2]), right = dt_larger(right, box[1] + box[3]);
             const int64_t *place = place_of(group, i * group->views + view, output);
             if (place != output && (shifts || !is_inside(place, settings->height, settings->width)))
                 return DT_WRONG_SIZE;
@@ -200,52 +199,34 @@ static void copy(dt_image image, size_t pixel, uint8_t *target)
         memcpy(target, image.data + (size_t)y * image.stride, line);
 }
 
-/* Resize and mirror a crop of another image than RGB. */
-static int resize_planes(dt_workspace *w, const dt_settings *settings, dt_image image, const int64_t *box, int flip,
-                         uint8_t *target, int64_t height, int64_t width)
-{
-    size_t pixel = pixel_of(settings);
-    int status = DT_OK;
-    if (settings->method == DT_SHIFT)
-        dt_planes_shift(image, pixel, box[0], box[1], target);
-    else if (box[2] == height && box[3] == width)
-        copy(image, pixel, target);
-    else if (settings->method == DT_NEAREST)
-        status = dt_resize_nearest(image, pixel, target, height, width, &w->resizing);
-    else
-        status = dt_planes_resize(image, settings->channels, settings->bytes, settings->method == DT_BICUBIC,
-                                  settings->method != DT_BILINEAR, target, height, width, &w->resizing);
-    if (flip && status == DT_OK)
-        dt_planes_flip(target, pixel, height, width);
-    return status;
-}
-
 /* Resize and mirror a crop, which has been decoded at 1/`share` of its size, to `target` (`height`, `width`). */
 static int resize(dt_workspace *w, const dt_settings *settings, dt_image image, const int64_t *box, int share, int flip,
                   uint8_t *target, int64_t height, int64_t width)
 {
     double scale = share;
+    size_t pixel = pixel_of(settings);
     int status = DT_OK;
-    if (!is_rgb(settings))
-        return resize_planes(w, settings, image, box, flip, target, height, width);
     if (settings->method == DT_SHIFT)
-        dt_shifted_copy(image, box[0], box[1], target);
+        dt_shifted_copy(image, pixel, box[0], box[1], target);
     else if (box[2] == height && box[3] == width)
-        copy(image, 3, target);
+        copy(image, pixel, target);
+    else if (settings->method == DT_NEAREST)
+        status = dt_resize_nearest(image, pixel, target, height, width, &w->resizing);
+    else if (!is_rgb(settings))
+        status = dt_planes_resize(image, settings->channels, settings->bytes, settings->method == DT_BICUBIC,
+                                  settings->method != DT_BILINEAR, target, height, width, &w->resizing);
     else if (settings->method == DT_BILINEAR)
         return dt_resize(image, (double)box[0] / scale, (double)box[1] / scale, (double)box[2] / scale,
                          (double)box[3] / scale, flip, target, height, width, &w->resizing);
     else if (settings->method == DT_BICUBIC || settings->method == DT_PILLOW)
         return dt_resize_finely(image, settings->method == DT_BICUBIC, flip, target, height, width, &w->resizing);
-    else if (settings->method == DT_NEAREST)
-        status = dt_resize_nearest(image, 3, target, height, width, &w->resizing);
     else {
         size_t bytes = dt_area_bytes(image.rows, image.columns, height, width);
         status = dt_area(image.data, image.stride, image.rows, image.columns, w->resizing.limits, target, height, width,
                          dt_reserve(&w->area, bytes), bytes);
     }
     if (flip && status == DT_OK)
-        dt_flip(target, height, width);
+        dt_flip(target, pixel, height, width);
     return status;
 }
 
@@ -267,10 +248,8 @@ static int put(dt_workspace *w, const dt_settings *settings, dt_image image, con
     uint8_t *target = output + (size_t)place[0] * whole + pixel * (size_t)place[1];
     for (size_t y = 0; y < (size_t)place[2]; y++)
         memcpy(target + y * whole, part + y * line, line);
-    if (flip && is_rgb(settings))
-        dt_flip(output, settings->height, settings->width);
-    else if (flip)
-        dt_planes_flip(output, pixel, settings->height, settings->width);
+    if (flip)
+        dt_flip(output, pixel, settings->height, settings->width);
     return DT_OK;
 }
 
@@ -291,20 +270,14 @@ static int recolor(dt_workspace *w, const dt_settings *settings, const dt_choice
 static void finish(const dt_settings *settings, const dt_choices *choices, int64_t i, uint8_t *image, void *images)
 {
     int64_t pixels = settings->height * settings->width, at = settings->channels * pixels * i;
-    if (!is_rgb(settings)) {
-        if (choices->corners != NULL)
-            dt_planes_cut_out(image, pixel_of(settings), settings->width, choices->corners[2 * i],
-                              choices->corners[2 * i + 1], settings->cut, settings->fill);
-        if (settings->dtype != DT_UINT8)
-            dt_planes_normalize(image, settings->bytes, settings->height, settings->channels * settings->width,
-                                settings->factors, settings->summands, settings->dtype == DT_BFLOAT16,
-                                (uint8_t *)images + at * (settings->dtype == DT_BFLOAT16 ? 2 : 4));
-        return;
-    }
     if (choices->corners != NULL)
-        dt_cut_out(image, settings->width, choices->corners[2 * i], choices->corners[2 * i + 1], settings->cut,
-                   settings->fill);
-    if (settings->dtype == DT_FLOAT32)
+        dt_cut_out(image, pixel_of(settings), settings->width, choices->corners[2 * i], choices->corners[2 * i + 1],
+                   settings->cut, settings->fill);
+    if (!is_rgb(settings) && settings->dtype != DT_UINT8)
+        dt_planes_normalize(image, settings->bytes, settings->height, settings->channels * settings->width,
+                            settings->factors, settings->summands, settings->dtype == DT_BFLOAT16,
+                            (uint8_t *)images + at * (settings->dtype == DT_BFLOAT16 ? 2 : 4));
+    else if (settings->dtype == DT_FLOAT32)
         dt_normalize(image, settings->height, settings->width, settings->factors, settings->summands,
                      (float *)images + at);
     else if (settings->dtype == DT_BFLOAT16)

@@ -3,32 +3,54 @@
 
 #include <string.h>
 
-void dt_flip(uint8_t *image, int64_t height, int64_t width)
+#define INLINED static inline __attribute__((always_inline))
+
+/* Call a function that is inlined: RGB's three bytes are a constant to it, and copied without a call. */
+#define OF_PIXELS(function, image, pixel, ...)                                                                         \
+    do {                                                                                                               \
+        if ((pixel) == 3)                                                                                              \
+            function(image, 3, __VA_ARGS__);                                                                           \
+        else                                                                                                           \
+            function(image, pixel, __VA_ARGS__);                                                                       \
+    } while (0)
+
+INLINED void flip(uint8_t *image, size_t pixel, int64_t height, int64_t width)
 {
     for (int64_t y = 0; y < height; y++) {
-        uint8_t *left = image + y * width * 3, *right = left + (width - 1) * 3;
-        for (; left < right; left += 3, right -= 3)
-            for (int k = 0; k < 3; k++) {
-                uint8_t level = left[k];
+        uint8_t *left = image + (size_t)(y * width) * pixel, *right = left + (size_t)(width - 1) * pixel;
+        for (; left < right; left += pixel, right -= pixel)
+            for (size_t k = 0; k < pixel; k++) {
+                uint8_t byte = left[k];
                 left[k] = right[k];
-                right[k] = level;
+                right[k] = byte;
             }
     }
 }
 
-int64_t dt_reflected(int64_t at, int64_t size)
+void dt_flip(uint8_t *image, size_t pixel, int64_t height, int64_t width)
+{
+    OF_PIXELS(flip, image, pixel, height, width);
+}
+
+/* The position that `at` is reflected to, of `size`. */
+static int64_t reflected(int64_t at, int64_t size)
 {
     at = at < 0 ? -at : at;
     return at >= size ? 2 * (size - 1) - at : at;
 }
 
-void dt_shifted_copy(dt_image image, int64_t down, int64_t right, uint8_t *target)
+INLINED void shifted_copy(dt_image image, size_t pixel, int64_t down, int64_t right, uint8_t *target)
 {
     for (int64_t y = 0; y < image.rows; y++) {
-        const uint8_t *line = image.data + (size_t)dt_reflected(y - down, image.rows) * image.stride;
-        for (int64_t x = 0; x < image.columns; x++, target += 3)
-            memcpy(target, line + 3 * dt_reflected(x - right, image.columns), 3);
+        const uint8_t *line = image.data + (size_t)reflected(y - down, image.rows) * image.stride;
+        for (int64_t x = 0; x < image.columns; x++, target += pixel)
+            memcpy(target, line + pixel * (size_t)reflected(x - right, image.columns), pixel);
     }
+}
+
+void dt_shifted_copy(dt_image image, size_t pixel, int64_t down, int64_t right, uint8_t *target)
+{
+    OF_PIXELS(shifted_copy, image, pixel, down, right, target);
 }
 
 uint8_t dt_blend(float base, float value, float factor)
@@ -89,11 +111,17 @@ void dt_jitter_color(uint8_t *image, int64_t pixels, const double *factors)
     }
 }
 
-void dt_cut_out(uint8_t *image, int64_t width, int64_t top, int64_t left, int64_t side, const uint8_t *fill)
+INLINED void cut_out(uint8_t *image, size_t pixel, int64_t width, int64_t top, int64_t left, int64_t side,
+                           const uint8_t *fill)
 {
     for (int64_t y = top; y < top + side; y++)
         for (int64_t x = left; x < left + side; x++)
-            memcpy(image + 3 * (y * width + x), fill, 3);
+            memcpy(image + pixel * (size_t)(y * width + x), fill, pixel);
+}
+
+void dt_cut_out(uint8_t *image, size_t pixel, int64_t width, int64_t top, int64_t left, int64_t side, const uint8_t *fill)
+{
+    OF_PIXELS(cut_out, image, pixel, width, top, left, side, fill);
 }
 
 DT_CLONES void dt_normalize(const uint8_t *image, int64_t height, int64_t width, const float *factors,

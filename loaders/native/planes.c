@@ -8,10 +8,6 @@
 
 #include <string.h>
 
-static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-
-static size_t whole_blocks(size_t bytes) { return (bytes + DT_BLOCK - 1) / DT_BLOCK * DT_BLOCK; }
-
 typedef struct {
     int64_t *first;
     float *weights; /* (count, most) */
@@ -94,13 +90,13 @@ dt_resizing_bytes dt_planes_resize_bytes(int64_t rows, int64_t columns, int64_t 
     size_t pixel = (size_t)(channels * bytes), values = (size_t)channels * sizeof(float);
     int64_t down = dt_most_weights(cubic, rows, out_height), across = dt_most_weights(cubic, columns, out_width);
     dt_resizing_bytes of = {
-        .first = (size_t)larger(out_height, out_width) * sizeof(int64_t),
-        .weights = (size_t)larger(out_height * down, out_width * across) * 4, /* of four bytes in either filter */
-        .exact = (size_t)larger(down, across) * sizeof(double)};
+        .first = (size_t)dt_larger(out_height, out_width) * sizeof(int64_t),
+        .weights = (size_t)dt_larger(out_height * down, out_width * across) * 4, /* of four bytes in either filter */
+        .exact = (size_t)dt_larger(down, across) * sizeof(double)};
     if (fine && bytes == 1) {
-        of.columns = whole_blocks(pixel * (size_t)rows) * (size_t)columns;
-        of.turned = whole_blocks(pixel * (size_t)rows) * (size_t)out_width;
-        of.rows = whole_blocks(pixel * (size_t)out_width) * (size_t)(rows + out_height);
+        of.columns = dt_whole_blocks(pixel * (size_t)rows) * (size_t)columns;
+        of.turned = dt_whole_blocks(pixel * (size_t)rows) * (size_t)out_width;
+        of.rows = dt_whole_blocks(pixel * (size_t)out_width) * (size_t)(rows + out_height);
     } else {
         of.columns = values * (size_t)out_height * (size_t)columns;
         of.turned = values * (size_t)out_height;
@@ -113,7 +109,8 @@ dt_resizing_bytes dt_planes_resize_bytes(int64_t rows, int64_t columns, int64_t 
 static void resize_finely(dt_image image, size_t pixel, int cubic, uint8_t *target, int64_t out_height, int64_t out_width,
                           dt_resizing *memory)
 {
-    size_t line = whole_blocks(pixel * (size_t)image.rows), width = pixel * (size_t)out_width, stride = whole_blocks(width);
+    size_t line = dt_whole_blocks(pixel * (size_t)image.rows);
+    size_t width = pixel * (size_t)out_width, stride = dt_whole_blocks(width);
     uint8_t *rows = memory->rows.data, *columns = memory->columns.data, *turned = memory->turned.data;
     turn(image.data, image.stride, image.rows, image.columns, pixel, columns, line);
     dt_fine_filter across = dt_weigh_finely(cubic, image.columns, out_width, memory);
@@ -164,36 +161,6 @@ int dt_planes_resize(dt_image image, int64_t channels, int64_t bytes, int cubic,
     else
         resize_floats(image, channels, bytes, cubic, target, out_height, out_width, memory);
     return DT_OK;
-}
-
-void dt_planes_flip(uint8_t *image, size_t pixel, int64_t height, int64_t width)
-{
-    for (int64_t y = 0; y < height; y++) {
-        uint8_t *left = image + (size_t)(y * width) * pixel, *right = left + (size_t)(width - 1) * pixel;
-        for (; left < right; left += pixel, right -= pixel)
-            for (size_t k = 0; k < pixel; k++) {
-                uint8_t byte = left[k];
-                left[k] = right[k];
-                right[k] = byte;
-            }
-    }
-}
-
-void dt_planes_shift(dt_image image, size_t pixel, int64_t down, int64_t right, uint8_t *target)
-{
-    for (int64_t y = 0; y < image.rows; y++) {
-        const uint8_t *line = image.data + (size_t)dt_reflected(y - down, image.rows) * image.stride;
-        for (int64_t x = 0; x < image.columns; x++, target += pixel)
-            memcpy(target, line + pixel * (size_t)dt_reflected(x - right, image.columns), pixel);
-    }
-}
-
-void dt_planes_cut_out(uint8_t *image, size_t pixel, int64_t width, int64_t top, int64_t left, int64_t side,
-                       const uint8_t *fill)
-{
-    for (int64_t y = top; y < top + side; y++)
-        for (int64_t x = left; x < left + side; x++)
-            memcpy(image + pixel * (size_t)(y * width + x), fill, pixel);
 }
 
 /* The nearest bfloat16 of a finite number, halves to even. */

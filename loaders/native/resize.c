@@ -13,10 +13,6 @@
 #include <math.h>
 #include <string.h>
 
-static size_t whole_blocks(size_t bytes) { return (bytes + DT_BLOCK - 1) / DT_BLOCK * DT_BLOCK; }
-
-static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-
 int dt_reserve_all(dt_resizing *memory, dt_resizing_bytes bytes)
 {
     return (bytes.first == 0 || dt_reserve(&memory->first, bytes.first) != NULL) &&
@@ -188,7 +184,7 @@ typedef struct {
 
 static lines bilinear_lines(int64_t columns, int64_t out_height)
 {
-    return (lines){whole_blocks(3 * (size_t)columns), whole_blocks(4 * (size_t)out_height)};
+    return (lines){dt_whole_blocks(3 * (size_t)columns), dt_whole_blocks(4 * (size_t)out_height)};
 }
 
 dt_resizing_bytes dt_resize_bytes(int64_t rows, int64_t columns, int64_t out_height, int64_t out_width)
@@ -196,7 +192,7 @@ dt_resizing_bytes dt_resize_bytes(int64_t rows, int64_t columns, int64_t out_hei
     lines of = bilinear_lines(columns, out_height);
     size_t down = (size_t)(out_height * most_weights((double)rows, out_height));
     size_t across = (size_t)(out_width * most_weights((double)columns, out_width));
-    return (dt_resizing_bytes){.first = (size_t)most(out_height, out_width) * sizeof(int64_t),
+    return (dt_resizing_bytes){.first = (size_t)dt_larger(out_height, out_width) * sizeof(int64_t),
                                .weights = (down > across ? down : across) * sizeof(uint16_t),
                                .rows = of.stride * (size_t)out_height,
                                .columns = of.line * (size_t)(columns + 3),
@@ -309,16 +305,16 @@ enum { STRIP = 64 }; /* lines that are transposed at a time: they stay in the ca
 /* The buffers' lines of a fine resize. */
 static lines fine_lines(int64_t rows, int64_t out_width)
 {
-    return (lines){whole_blocks(3 * (size_t)out_width), whole_blocks(4 * (size_t)(rows < STRIP ? rows : STRIP))};
+    return (lines){dt_whole_blocks(3 * (size_t)out_width), dt_whole_blocks(4 * (size_t)(rows < STRIP ? rows : STRIP))};
 }
 
 dt_resizing_bytes dt_resize_finely_bytes(int64_t rows, int64_t columns, int bicubic, int64_t out_height, int64_t out_width)
 {
     lines of = fine_lines(rows, out_width);
     int64_t down = dt_most_weights(bicubic, rows, out_height), across = dt_most_weights(bicubic, columns, out_width);
-    return (dt_resizing_bytes){.first = (size_t)most(out_height, out_width) * sizeof(int64_t),
-                               .weights = (size_t)most(out_height * down, out_width * across) * sizeof(int32_t),
-                               .exact = (size_t)most(down, across) * sizeof(double),
+    return (dt_resizing_bytes){.first = (size_t)dt_larger(out_height, out_width) * sizeof(int64_t),
+                               .weights = (size_t)dt_larger(out_height * down, out_width * across) * sizeof(int32_t),
+                               .exact = (size_t)dt_larger(down, across) * sizeof(double),
                                .rows = of.stride * (size_t)(rows + out_height),
                                .columns = of.line * (size_t)(columns + 3),
                                .turned = of.line * (size_t)(out_width + 3)};

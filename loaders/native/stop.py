@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from ...common.errors import DataError
 from ...common.exhaustion import exhaustion, is_exhaustion
-from ...common.terminal import is_interactive
+from ...common.terminal import progress_bar
 from ...common.threads import at_exit, in_order
 from .library import MOST_MEMORY, STOPPED, Limits
 
@@ -73,17 +73,16 @@ def stoppable(
 ) -> Generator[R, None, None]:  # fmt: skip
     """Yield the results of `function` in order, holding only a few at a time; closing ends its native calls, too.
     `total`: samples in all items; `wanted`: what the work takes, for the error if the system refuses it."""
-    from tqdm.auto import tqdm  # here: loaders show no bar
 
     def work(item: T) -> R:
         with stopped_by(stop):
             return function(item)
 
-    stop, each, hidden = Stop(), -(-total // len(items)), not (progress and is_interactive())
+    stop, each = Stop(), -(-total // len(items))
     try:
         with (
             closing(in_order(work, items, threads, name, stop=stop.set)) as results,
-            tqdm(total=total, desc=title, unit="img", disable=hidden, leave=False) as bar,
+            progress_bar(total, progress, desc=title, unit="img") as bar,
         ):
             for result in results:
                 yield result

@@ -50,17 +50,13 @@ static void end(j_compress_ptr info) { (void)info; }
 static void check(recoding *work)
 {
     const struct jpeg_decompress_struct *from = &work->from;
-    int high = 1, wide = 1;
     if (from->data_precision != 8)
         dt_escape(&work->errors, DT_UNDECODABLE, "its samples do not have 8 bits");
     for (int i = 0; i < from->num_components; i++) {
         const jpeg_component_info *own = &from->comp_info[i];
-        wide = own->h_samp_factor > wide ? own->h_samp_factor : wide;
-        high = own->v_samp_factor > high ? own->v_samp_factor : high;
-    }
-    for (int i = 0; i < from->num_components; i++)
-        if (wide % from->comp_info[i].h_samp_factor != 0 || high % from->comp_info[i].v_samp_factor != 0)
+        if (from->max_h_samp_factor % own->h_samp_factor != 0 || from->max_v_samp_factor % own->v_samp_factor != 0)
             dt_escape(&work->errors, DT_UNDECODABLE, "its sampling factors have no whole ratio");
+    }
 }
 
 /* Refuse a progressive picture without all bits of its low frequencies: decoders smooth it, but not its baseline copy.

@@ -17,12 +17,11 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 
 from ...common.budget import Budget, OutOfTime, alarm, rounded_up
 from ...common.checks import is_number
 from ...common.errors import DrivetrainError, LedgerError, PlanError
-from ...common.terminal import is_interactive
+from ...common.terminal import progress_bar
 from ..describe.config import LOADERS
 from ..describe.cuda_settings import uses_gpu
 from ..describe.pipeline_spec import PipelineSpec
@@ -437,7 +436,7 @@ def train_each(
     variants: Sequence[Variant], rows: dict[VariantId, Trained], epochs: int, target: float | None,
     progress: bool,
 ) -> None:  # fmt: skip
-    with tqdm(total=len(variants), unit="training", disable=not (progress and is_interactive()), leave=False) as bar:
+    with progress_bar(len(variants), progress, unit="training") as bar:
         for number, variant in enumerate(variants, 1):
             bar.set_description(f"ledger: accuracy, training {number}/{len(variants)}: {variant.id}")
             rows[variant.id] = row = _trained(variant, epochs, target, sets_target=number == 1)

@@ -27,6 +27,7 @@ from ...strategies.common.memory import HeldBytes, held_bytes
 from ...strategies.devices import wait_for
 from ...transforms import Loop, Transform
 from ..describe.config import LOG_EVERY
+from ..describe.rules import sets_size
 from ..ledger.variant import PARTS, Trial, Workload
 from ..telemetry.loggers import Metrics
 from ..telemetry.observer import Observer, Observers
@@ -36,33 +37,39 @@ from ..training.guard import NonFiniteGuard
 from ..training.loop import train_epoch
 
 Labels = list[NDArray[Any]]  # of each of this rank's batches, in order
+_LONG = 1 << 30  # steps of a run of which those of a trial are a negligible part
+_EVERY = 2520  # of which 1 to 10 are divisors: what is done every so many steps is due as at the beginning of a run
 
 
 @dataclass(frozen=True)
 class SchedulePhase:
-    """A phase of a run: image size, progress, which sets the frozen layers, and share of the run, 0 to 1."""
+    """A phase of a run: size of loaded images, progress, which sets the frozen layers, and share of the run, 0 to 1;
+    and the progress of all its steps, if a transform of batches changes the size of their images in the run."""
 
     image_size: ImageSize
     progress: float
     share: float
+    at: float | None = None
 
 
 def phases(transforms: Sequence[Transform], image_size: ImageSize) -> list[SchedulePhase]:
     """Return the phases whose average is the run's time per step: Simpson's rule where a schedule changes, exact if the
     time is of up to third degree in the side (it grows with the square) and linear in the frozen fraction."""
     points = {0.0, 1.0}.union(*(transform.turning_points for transform in transforms))
-    shares: dict[tuple[ImageSize, float], float] = defaultdict(float)
+    of_batches = any(each.kind == "batch" and each.turning_points and not sets_size(each) for each in transforms)
+    shares: dict[tuple[ImageSize, float, float | None], float] = defaultdict(float)
     for begin, end in pairwise(sorted(points)):
         if end - begin < 1e-9:  # equal up to rounding
             continue
-        for progress, weight in ((begin, 1 / 6), ((begin + end) / 2, 4 / 6), (end, 1 / 6)):
+        middle = (begin + end) / 2
+        for progress, weight in ((begin, 1 / 6), (middle, 4 / 6), (end, 1 / 6)):
             # At the end itself, the size may jump to that of the next interval.
             inside, size = min(progress, end - 1e-6), image_size
             for transform in transforms:
                 size = transform.size(size, inside)
             frozen = progress if any(transform.level(progress) > 0 for transform in transforms) else 0.0
-            shares[size, frozen] += weight * (end - begin)
-    return [SchedulePhase(size, progress, share) for (size, progress), share in sorted(shares.items())]
+            shares[size, frozen, middle if of_batches else None] += weight * (end - begin)
+    return [SchedulePhase(size, frozen, share, at) for (size, frozen, at), share in sorted(shares.items())]
 
 
 @dataclass
@@ -84,7 +91,7 @@ def run_trial(
     for phase in variant.phases:
         with variant.settings(), _frozen(variant, phase):
             loader = variant.loader(phase.image_size)
-            results.append(_run_phase(variant, loader, kind, epoch, batches, deadline, observer))
+            results.append(_run_phase(variant, loader, kind, epoch, batches, deadline, observer, phase.at))
     shares = [phase.share for phase in variant.phases]
     return mean_trial([trial for trial, _ in results], shares), results[0][1]
 
@@ -113,7 +120,7 @@ def _frozen(variant: BuiltVariant, phase: SchedulePhase) -> Iterator[None]:
 
 def _run_phase(
     variant: BuiltVariant, loader: EpochLoader, kind: Workload, epoch: int, batches: int, deadline: float,
-    observer: Observer | None,
+    observer: Observer | None, at: float | None,
 ) -> tuple[Trial, Labels]:  # fmt: skip
     engine, hooks = variant.built.engine, variant.built.hooks
     batch_size = loader.settings.batch_size
@@ -129,6 +136,8 @@ def _run_phase(
     source = until(deadline, source)
     parts: dict[str, float] | None = None
     hooks.begin(engine, batches, loader)  # creates the weight averages, which training does only once
+    if at is not None:
+        hooks.state.total_steps, hooks.state.step = _LONG, int(at * _LONG) // _EVERY * _EVERY
     with _extras(engine, batches, batch_size) if kind == "extras" else nullcontext() as extras:
         engine.barrier()
         wait_for(engine.device)

@@ -25,6 +25,7 @@ import psutil
 
 from ...common.errors import CheckpointError, RecipeError
 from ...common.names import script_named
+from ...common.terminal import ipython_shell
 from ..describe.pipeline_spec import PipelineSpec
 from .convert import to_recipe
 
@@ -142,7 +143,7 @@ def _sources() -> tuple[str, list[tuple[str, int]]]:
     """Return the script's name, and its texts with the line that each has reached: one, or a notebook's cells."""
     main = sys.modules["__main__"]
     file, line = getattr(main, "__file__", None), _line_of(main)
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    shell = ipython_shell()
     if file is not None:
         try:
             with tokenize.open(file) as opened:

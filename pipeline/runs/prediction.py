@@ -17,12 +17,11 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from torch import nn
-from tqdm.auto import tqdm
 
 from ...common.checks import check_whole, plain
 from ...common.errors import DataError, PlanError
 from ...common.pictures import gallery
-from ...common.terminal import is_interactive
+from ...common.terminal import progress_bar
 from ...loaders.beton.data_set import BetonFiles, open_files
 from ...loaders.beton.image_modes import CHANNELS
 from ...loaders.beton.layout import MODE_RAW
@@ -46,7 +45,7 @@ OnError = Literal["raise", "skip"]
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture to predict: its name (path, or number), how to get it, and whether a user can leave it out by name."""
+    """A picture to predict: its name (path, or number), how to get it, and whether the name is that of a file."""
 
     name: str | int
     read: Callable[[], Any]
@@ -88,7 +87,7 @@ class Predictions(list[dict[str, Any]]):
         for one, row in zip(self._first, self, strict=False):
             if one.pixels is not None:
                 mask, picture = one.prediction, one.pixels
-                if isinstance(mask, torch.Tensor) and mask.shape == picture.shape[:2]:
+                if isinstance(mask, torch.Tensor) and mask.shape == picture.shape[:2] and not mask.is_floating_point():
                     picture = masked(picture, mask.numpy(), self._colors)
                 tiles.append(((picture,), _caption(row)))
         failed = [f"{row['image']}: {row['error']}" for row in self if "error" in row]
@@ -133,11 +132,9 @@ def predicted(
         raise PlanError(f"predict(on_error={on_error!r}) must be 'raise' or 'skip'.")
     check_whole("predict: batch_size", plain(batch_size), PlanError, 1)
     inputs = run.inputs
-    transform, bars = inputs.transform(), progress and is_interactive()
+    transform = inputs.transform()
     device = next((p.device for p in run.model.parameters()), torch.device("cpu"))
-    with tqdm(
-        total=len(given), desc="predict", unit=" images", disable=not bars, leave=False, dynamic_ncols=True
-    ) as bar:
+    with progress_bar(len(given), progress, desc="predict", unit=" images", dynamic_ncols=True) as bar:
         for start in range(0, len(given), batch_size):
             part = given[start : start + batch_size]
             pixels: list[torch.Tensor] = []
@@ -147,7 +144,7 @@ def predicted(
                     image, size = transform.measured(each.read())
                 except DataError as error:
                     if on_error == "raise":
-                        raise _refusal(each, error) from error
+                        raise _refusal(each, error, alone=len(given) == 1) from error
                     found.append(Predicted(each.name, error=str(error)))
                 else:
                     pixels.append(image)
@@ -201,10 +198,11 @@ def _precision(spec: PipelineSpec | None, device: torch.device) -> AbstractConte
     return nullcontext() if precision == "fp32" else torch.autocast(device.type, dtype=half_dtype(precision))
 
 
-def _refusal(picture: Picture, error: DataError) -> DataError:
-    if not picture.named:
+def _refusal(picture: Picture, error: DataError, *, alone: bool) -> DataError:
+    if alone and not picture.named:
         return error
-    where = "" if str(error).startswith(str(picture.name)) else f"{picture.name}: "
+    name = str(picture.name) if picture.named else f"Image {picture.name} of those given"
+    where = "" if str(error).startswith(name) else f"{name}: "
     return DataError(f"{where}{error} Leave it out, or pass on_error='skip' (--on-error skip).")
 
 
@@ -230,7 +228,7 @@ def _at(path: str, channels: int) -> list[Picture]:
         return _samples(path, channels)
     place = Path(path)
     if place.is_dir():
-        paths = files_below(place)[0]
+        paths = [each for each in files_below(place)[0] if not Path(each).is_fifo()]  # a pipe may never be written
         if not paths:
             raise DataError(f"{path} has no images. Pass a folder with {', '.join(EXTENSIONS)}.")
     elif not place.exists() and glob.has_magic(path):

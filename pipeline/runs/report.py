@@ -59,7 +59,7 @@ class Report:
         title: its heading.
         history: the finished epochs and the facts.
         plan, recipe: as text; "" if there is none.
-        batch, errors: compute these; a DrivetrainError is the reason why they cannot be shown.
+        batch, errors: compute these; what they raise is the reason why they cannot be shown.
         ledger: its file; None without.
     """
 
@@ -185,8 +185,9 @@ def _section(title: str, content: Callable[[], str]) -> str:
     """Return a section, or the reason why it cannot be shown."""
     try:
         inner = content()
-    except DrivetrainError as error:
-        inner = f"<p>Not available: {html.escape(str(error))}</p>"
+    except Exception as error:  # what the user's model, task and metrics raise may be anything
+        what = "" if isinstance(error, DrivetrainError) else f"{type(error).__name__}: "
+        inner = f"<p>Not available: {html.escape(f'{what}{error}')}</p>"
     return f'<h2>{title}</h2><div class="wide">{inner}</div>'
 
 

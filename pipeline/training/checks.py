@@ -20,6 +20,7 @@ from ...common.model_state import buffers_kept, on_meta
 from ...loaders.beton.data_set import BetonFiles
 from ...loaders.beton.labels import LabelFacts
 from ...loaders.beton.targets import NOT_COUNTED
+from ...loaders.conversion.folders import refuse_odd_names
 from ...loaders.epochs import EpochLoader
 from ...loaders.image_size import ImageSize, height_width, size_text
 from ...loaders.sources import files_of
@@ -71,6 +72,7 @@ class TrainedOn:
 
 def targets_of(loader: EpochLoader, source: str, task: Task) -> Targets:
     names = tuple(loader.classes)
+    refuse_odd_names(names, f"Rename it, and convert {source} again.")  # a file of an older version may have it
     beton, ends = loader.beton, loader.some(2)
     further = partial(loader.fields_of, ends) if loader.settings.fields else None
     if beton is None or not loader.has_masks:

@@ -9,6 +9,7 @@ from ...strategies.common.memory import rank_bytes, shards_parameters
 from ..describe.plan import Step
 from ..describe.resolve import ResolvedPlan
 from ..optim.config import OptimizerConfig
+from ..optim.optimizers import is_schedule_free
 from .build import build_on_meta
 
 _PROBE = 8  # rows and columns of the matrix with which an optimizer is tried
@@ -36,13 +37,18 @@ def memory_steps(plan: ResolvedPlan) -> tuple[Step, ...]:
         gathered = strategy.gathered_bytes(model, how.step_options["precision"])
         if how.accumulate > 1:  # FSDP2 reduces gradients with the last microbatch; until then, a rank's own are full
             own[1] = trained
+    parts, saved = "weights, gradients and optimizer state", whole + state
+    if any(transform.averages_weights for transform in plan.transforms):
+        own.append(whole / ranks)
+        parts, saved = "weights, gradients, optimizer state and averages", saved + whole
+    elif is_schedule_free(plan.optimization.optimizer):  # its averages are in checkpoints only
+        saved += whole
     beside = f", and up to {_gb(gathered)} gathered for a while" if gathered else ""
     return (
         Step(
             f"memory of a rank: {_gb(sum(own) + gathered)} and activations", "Drivetrain",
-            f"{', '.join(map(_gb, own))} of weights, gradients and optimizer state{beside}. Checkpoints take "
-            f"{_gb(whole + state)} on the disk, of which each rank copies {_gb((whole + state) / ranks)} to the host's "
-            f"memory and writes it. {_begins(stays, whole)}",
+            f"{', '.join(map(_gb, own))} of {parts}{beside}. Checkpoints take {_gb(saved)} on the disk, of which each "
+            f"rank copies {_gb(saved / ranks)} to the host's memory and writes it. {_begins(stays, whole)}",
         ),
     )  # fmt: skip
 

@@ -193,6 +193,13 @@ def test_everything_that_is_computed_has_a_place() -> None:
     assert [mark for mark in marks if f"<!-- {mark} -->" not in everything] == []
 
 
+def test_a_method_that_failed_from_every_seed_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `benchmarks/methods.py` writes it."""
+    methods = {"EMA": {"reached": 0, "ratio": None, "accuracy": None}}
+    monkeypatch.setattr(figures, "result", lambda _: {"target": 0.8, "epochs": 5, "methods": methods})
+    assert figures.effects_table().splitlines()[-1] == "| EMA | not from every seed | failed |"
+
+
 def outputs(model: nn.Module, training: bool) -> torch.Tensor:
     torch.manual_seed(1)
     with torch.no_grad():

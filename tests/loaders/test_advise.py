@@ -330,3 +330,9 @@ def test_a_sample_is_the_same_in_every_call(photos: Path) -> None:
     assert [image for image, _ in first] == [image for image, _ in second]
     assert len({image for image, _ in first}) == 7
     assert [image for image, _ in data.sample(3)] == [image for image, _ in first.first(3)]
+
+
+@pytest.mark.timeout(30)
+def test_a_pipe_in_the_folder_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.jpg")
+    assert open_data_set(tmp_path).get(0) == b""

@@ -11,6 +11,7 @@ from drivetrain.loaders import FFCVLoader, TorchLoader, convert
 from drivetrain.loaders.beton.layout import Field
 from drivetrain.loaders.conversion.encode import Encoding, encode_image
 from drivetrain.loaders.conversion.writer import Sample, write_betons
+from drivetrain.loaders.sample_options import SampleOptions
 from loader_pictures import make as make_loader
 from loader_pictures import raw_pictures
 
@@ -75,6 +76,20 @@ def test_fields_come_with_their_samples(kind: Any, path: Path, options: dict[str
 
 
 @pytest.mark.parametrize("kind", LOADERS)
+def test_fields_of_samples_that_an_epoch_repeats(kind: Any, path: Path) -> None:
+    """Their repetitions have numbers above those of the file's samples."""
+    with make(kind, path, fields=("rank", "note")) as loader:
+        loader.select(loader.selection(SampleOptions(balance=(9.0, *[1.0] * (COUNT - 1)))))
+        numbers = np.concatenate(loader.shares(0))
+        batches = list(loader)
+    assert numbers.max() >= COUNT
+    expected = [sample(number) for number in (numbers % COUNT).tolist()]
+    assert torch.cat([labels for _, labels, *_ in batches]).tolist() == (numbers % COUNT).tolist()
+    assert torch.cat([rank for _, _, rank, _ in batches]).tolist() == [one["rank"] for one in expected]
+    assert [note for batch in batches for note in batch[3]] == [one["note"] for one in expected]
+
+
+@pytest.mark.parametrize("kind", LOADERS)
 def test_only_what_was_asked_for(kind: Any, path: Path) -> None:
     with make(kind, path) as loader:
         assert len(next(iter(loader))) == 2
@@ -97,7 +112,7 @@ def test_vector_labels(kind: Any, vectors: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-@pytest.mark.parametrize("dtype", ["|u1", "|b1", "<i8", "<f2", "<f8"])
+@pytest.mark.parametrize("dtype", ["|u1", "|b1", "<i8", "<f2", "<f8", ">f4"])
 def test_vectors_of_another_type(kind: Any, dtype: str, tmp_path: Path) -> None:
     """FFCV's writer stores any type; binary cross entropy, for one, takes floats only."""
     images, _ = raw_pictures(COUNT, SIDE)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from drivetrain.common.errors import DataError
 from drivetrain.common.options.config import options_of
 from drivetrain.loaders import FFCVLoader, TorchLoader
@@ -144,6 +145,24 @@ def test_a_launched_process_that_has_not_joined_its_group(numbered: Path, monkey
     assert len(epoch(numbered)) == 6
 
 
+@pytest.mark.parametrize("kind", [FFCVLoader, TorchLoader])
+def test_a_loader_that_is_older_than_the_group_of_ranks(
+    numbered: Path, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"batch_size": 4, "image_size": SIDE, "workers": 0 if kind is TorchLoader else 1}
+    with (
+        kind(numbered, **options) as made,
+        kind(numbered, rank=0, world_size=1, **options) as whole,
+        kind(numbered, train=False, **options) as evaluation,
+    ):
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+        monkeypatch.setattr(dist, "get_rank", lambda: 1)
+        with pytest.raises(DataError, match=r"created before this process became one of 2 ranks"):
+            iter(made)
+        assert len(list(whole)) == len(list(evaluation)) == 6
+
+
 def test_drop_last_and_the_length(numbered: Path) -> None:
     for drop_last, count in ((False, 6), (True, 5)):
         with loader(numbered, drop_last=drop_last) as made:
@@ -180,6 +199,13 @@ def test_indices_choose_and_can_be_changed(numbered: Path) -> None:
         assert [labels.tolist() for _, labels in made] == [[2, 1]]
         made.set_indices(None)
         assert len(made) == 6
+
+
+def test_some_samples_are_taken_evenly_from_the_first_to_the_last(numbered: Path) -> None:
+    """Those of which what holds for all is judged: targets, masks."""
+    with loader(numbered, indices=[2, 3, 5, 11, 20]) as made:
+        assert [made.some(count).tolist() for count in (2, 3)] == [[2, 20], [2, 5, 20]]
+        assert set(made.some(9).tolist()) == {2, 3, 5, 11, 20}
 
 
 # Resuming

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from drivetrain.common.errors import DataError
 from drivetrain.loaders import FFCVLoader, TorchLoader, epochs
+from drivetrain.loaders.beton.data_set import BetonFiles
 from drivetrain.loaders.beton.manifest import manifest_path
 from drivetrain.loaders.order.arrays import array_order, by_weight, mixed_array
 from drivetrain.loaders.order.batches import WINDOW, Order, Rest, between, shares
@@ -101,6 +102,15 @@ def test_the_runs_of_a_rank_change() -> None:
     order = in_runs(unshuffled(range(4096)), seed=0, epoch=0, block=256, window=64, batch_size=16)
     first_rank = order.at(np.arange(4096).reshape(-1, 16)[:, :4].ravel())
     assert np.bincount(first_rank % 256 // 64, minlength=4).min() > 4096 / 16 / 4
+
+
+def test_quasi_random_order_mixes_16_batches(numbered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resumed runs depend on the number; it shows with blocks that are shorter than these batches."""
+    monkeypatch.setattr(BetonFiles, "samples_on_a_page", 1)
+    with loader(numbered, order="quasi_random", batch_size=1, seed=3) as made:
+        found = np.concatenate(made.shares(1))
+    order = in_runs(unshuffled(range(COUNT)), seed=3, epoch=1, block=1, window=16, batch_size=1)
+    assert found.tolist() == order.at(np.arange(COUNT)).tolist()
 
 
 def test_quasi_random_order_needs_pages(photos: Path) -> None:

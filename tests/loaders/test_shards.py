@@ -251,8 +251,8 @@ def test_files_that_do_not_belong_together(folder: Path, tmp_path: Path) -> None
         FFCVLoader({other: 1, str(folder / "whole.beton"): 1}, train=False, **OPTIONS)
 
 
-def test_parts_at_an_address(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DRIVETRAIN_DATA", str(tmp_path / "cache"))
+@pytest.mark.usefixtures("own_cache")
+def test_parts_at_an_address(folder: Path) -> None:
     whole = loaded(FFCVLoader(folder / "whole.beton", **OPTIONS))
     with serving(folder) as server:
         address = server.address("part-{0..2}.beton")

@@ -12,6 +12,7 @@ from drivetrain import Pipeline
 from drivetrain.common.errors import BetonError, DataError
 from drivetrain.loaders import FFCVLoader, TorchLoader, open_beton
 from drivetrain.loaders.beton.reader import Beton
+from drivetrain.loaders.decode.draws import sample_keys, uniforms
 from drivetrain.pipeline import Checkpoints
 from loader_pictures import jpeg_beton
 from torch import nn
@@ -64,6 +65,8 @@ def test_the_other_samples_stay_and_labels_are_those_of_the_substitutes(photos: 
     for sample in BAD:  # the same sample is drawn with its own draws for the epoch
         (same,) = np.flatnonzero([torch.equal(images[sample], image) for image in alone[0][0]])[:1]
         assert found[sample] == labels[good[same]]
+        drawn = uniforms(sample_keys(1, 0, np.array([sample])), 50, 8)[0]  # in resumed runs, too
+        assert good[same] == next(one for one in (18 * drawn).astype(int).tolist() if one not in BAD)
 
 
 def test_only_selected_samples_take_a_place(photos: Path) -> None:

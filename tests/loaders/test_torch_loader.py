@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,7 @@ from loader_pictures import image_folder, make, picture, raw_pictures, same
 from PIL import Image
 from process_state import running_children, wait_until_ended
 from torchvision.datasets import ImageFolder, VisionDataset
+from torchvision.transforms import Compose
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -155,6 +157,30 @@ def test_augmentation_is_keyed_by_sample_and_epoch(photos: Path) -> None:
         assert same(list(second), whole[2:])
 
 
+class Numbers:
+    """Images of random numbers, whatever their transform."""
+
+    transform: Any = None
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.rand(3, 4, 4), index
+
+
+def test_the_random_numbers_of_a_sample_stay() -> None:
+    """Resumed runs depend on the seed that torch gets for each."""
+    with TorchLoader(Numbers(), batch_size=6, image_size=4, workers=0, order="sequential", seed=5) as loader:
+        loader.set_epoch(2)
+        ((images, labels),) = loader
+    assert labels.tolist() == [*range(6)]
+    for index, image in enumerate(images):
+        seed = 5 * 0x9E3779B97F4A7C15 + 2 * 0xBF58476D1CE4E5B9 + index * 0x94D049BB133111EB
+        generator = torch.Generator().manual_seed(seed % 2**64)
+        assert torch.equal(image, torch.rand(3, 4, 4, generator=generator))
+
+
 def test_repetitions_within_an_epoch_have_augmentations_of_their_own(photos: Path) -> None:
     """Of 18 samples, the first has the weight of ten."""
     with make(TorchLoader, photos, batch_size=6, image_size=16) as loader:
@@ -250,6 +276,24 @@ def test_bits_of_a_data_sets_pictures_are_not_dropped(train: bool) -> None:
     wide = Pictures(lambda levels: Image.fromarray(levels[..., 0].astype(np.uint16) * 257))
     with pytest.raises(DataError, match=r"^Sample 0 of Pictures could not be loaded: .*have more than 8 bits"):
         load(TorchLoader, wide, train=train, batch_size=2, mean=(0.5,), std=(0.5,), order="sequential")
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_a_data_sets_picture_of_floats_is_named(train: bool) -> None:
+    floats = Pictures(lambda levels: Image.fromarray(levels[..., 0].astype(np.float32)))
+    with pytest.raises(DataError, match=r"^Sample 0 of Pictures could not be loaded: .*pixels are floats"):
+        load(TorchLoader, floats, train=train, batch_size=2, order="sequential")
+
+
+def test_colors_of_a_data_sets_pictures_are_resized_without_their_opacity() -> None:
+    """As in evaluation and in files: each channel by itself."""
+    stripes = np.broadcast_to(np.arange(16, dtype=np.uint8) % 2 * 255, (16, 16))  # black ones are transparent
+    data = Pictures(lambda _: Image.fromarray(np.dstack([stripes] * 4)))
+    options: dict[str, Any] = {"mean": (0.5,) * 4, "std": (0.5,) * 4, "dtype": torch.uint8}
+    options |= {"batch_size": 2, "image_size": 8, "order": "sequential"}
+    ((exact, _),) = load(TorchLoader, data, train=False, eval_crop="whole", **options)
+    ((images, _),) = load(TorchLoader, data, crop="whole", flip=False, **options)
+    assert (images.int() - exact.int()).abs().max() <= 2
 
 
 class Returning(Awkward):
@@ -352,7 +396,9 @@ def test_a_data_set_of_a_notebook_needs_no_workers(monkeypatch: pytest.MonkeyPat
     notebook.Pictures = Pictures
     monkeypatch.setitem(sys.modules, "__main__", notebook)
     monkeypatch.setattr(Pictures, "__module__", "__main__")
-    for data in (Pictures(), Returning(Pictures())):  # the class itself, or an object of the other
+    # The class itself, or something of it in what a data set has.
+    inner = (Pictures(), partial(Pictures), Compose([Pictures()]))
+    for data in (Pictures(), *map(Returning, inner)):
         words = rf"^{type(data).__name__} is, or uses, what a notebook .* defines, .*; or pass workers=0"
         with (
             TorchLoader(data, batch_size=2, image_size=16, workers=1) as loader,
@@ -368,6 +414,17 @@ def test_a_broken_file_in_an_image_folder(tmp_path: Path) -> None:
     with (
         TorchLoader(tmp_path / "images", batch_size=1, image_size=16, workers=0) as loader,
         pytest.raises(DataError, match=r"Sample 0 of PictureFolder could not be loaded: .*x\.jpg"),
+    ):
+        list(loader)
+
+
+@pytest.mark.timeout(30)
+def test_a_pipe_in_an_image_folder_is_not_waited_for(tmp_path: Path) -> None:
+    folder = image_folder(tmp_path / "images", {})
+    os.mkfifo(folder / "a" / "x.jpg")
+    with (
+        TorchLoader(folder, batch_size=1, image_size=16, workers=0) as loader,
+        pytest.raises(DataError, match=r"Sample 0 of PictureFolder .*x\.jpg: it is not an image that Pillow can read"),
     ):
         list(loader)
 

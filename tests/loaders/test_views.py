@@ -51,6 +51,14 @@ def test_views_are_those_of_single_loads_with_the_same_draws(photos: Path) -> No
     assert torch.equal(second, five[:, 2:])
 
 
+def test_a_group_of_one_view_has_the_draws_of_its_number(photos: Path) -> None:
+    options = {"interpolation": "nearest", "seed": 3}
+    three, _ = load(photos, views=3, **options)
+    groups, _ = load(photos, views=[{}, {}, {}], **options)
+    for number, group in enumerate(groups):
+        assert torch.equal(group[:, 0], three[:, number])
+
+
 def test_bilinear_views_are_within_two_levels_of_those_decoded_alone(photos: Path) -> None:
     """A JPEG is decoded at the size that suffices for all views."""
     options = {"dtype": torch.uint8, "scale": (0.8, 1.0), "seed": 1}

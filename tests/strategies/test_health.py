@@ -11,6 +11,7 @@ import torch.distributed as dist
 from drivetrain import strategies
 from drivetrain.pipeline.apps.cli import doctor
 from drivetrain.strategies.launching import health
+from drivetrain.strategies.launching.group import AllReduce
 from drivetrain.strategies.launching.health import Health, bandwidths, examine_health, rounds, slow
 
 
@@ -43,6 +44,12 @@ def test_of_two_machines_either_could_be_the_slow_one() -> None:
     both = [Health(1.0, 1e9, True), Health(1.0, 1e9, True), Health(1.0, 0.0, True)]
     assert bandwidths(["a", "b", "b"], both) == {}
     assert bandwidths(["a", "b", "c"], [*both[:2], Health(1.0, 1e8, True)]) == {"a": 1e9, "b": 1e9, "c": 1e8}
+
+
+def test_the_bandwidth_of_an_all_reduce_is_what_each_rank_of_a_ring_sends() -> None:
+    """In the median time: 2 (n - 1) / n times the size."""
+    assert AllReduce(1000, 4, (0.5, 1.0, 9.0)).bandwidth == 1500
+    assert AllReduce(1000, 2, (0.5, 0.5)).bandwidth == 2000
 
 
 def examined() -> list[Any]:

@@ -48,6 +48,22 @@ class OnRankOne(Callback):
         self.steps = state["steps"]
 
 
+class OwnState(Callback):
+    """Has another state on each rank: its number."""
+
+    def __init__(self) -> None:
+        self.rank = self.restored = -1
+
+    def on_step_end(self, view: RunView) -> None:
+        self.rank = view.rank
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rank": self.rank}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.restored = state["rank"]
+
+
 class Logs(Callback):
     """Changes no training, and needs a logger, which a run that is measured does not have."""
 
@@ -107,14 +123,16 @@ def stop_and_fail(pipeline: Pipeline, out: Path) -> dict[str, Any]:
     """On each rank: how a run ends that rank 1 stops at step 6, one that is resumed, and one that fails there."""
     torch.set_num_threads(1)
     one = OnRankOne(stop=6)
-    stopped = pipeline.fit(epochs=3, progress=False, out=out, callbacks=[one])
-    two = OnRankOne()
-    resumed = pipeline.fit(epochs=3, progress=False, out=out, callbacks=[two], resume="auto", continue_stopped=True)
+    stopped = pipeline.fit(epochs=3, progress=False, out=out, callbacks=[one, OwnState()])
+    two, own = OnRankOne(), OwnState()
+    kept: dict[str, Any] = {"out": out, "callbacks": [two, own], "resume": "auto", "continue_stopped": True}
+    resumed = pipeline.fit(epochs=3, progress=False, **kept)
     whole = pipeline.fit(epochs=3, progress=False)
     return {
         "reason": stopped.stopped, "steps": one.steps, "epochs": len(stopped.history.epochs),
         "stopped": stopped.model.state_dict(), "resumed": resumed.model.state_dict(), "after": two.steps,
         "whole": whole.model.state_dict(), "error": failed(pipeline, 6), "late": stop_and_fail_late(pipeline),
+        "restored": own.restored,
     }  # fmt: skip
 
 

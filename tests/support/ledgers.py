@@ -16,7 +16,7 @@ from drivetrain.pipeline.ledger.variant import LOADER, MODEL, PLAIN, Trial, Vari
 from drivetrain.pipeline.measuring.ledger import Record, _Measurement
 from drivetrain.pipeline.measuring.runner import Loaders, build_variant
 from drivetrain.pipeline.measuring.trials import BuiltVariant
-from pipeline_data import CLASSES, VAL, Toy, plain_model, write_toy
+from pipeline_data import CLASSES, Toy, plain_model
 from torch import nn
 
 TRAIN, BATCH = 32, 8
@@ -26,9 +26,7 @@ class FewImages(Toy):
     """A quarter of the toy's training images in batches of a quarter: an epoch is as many steps, and trials in this
     process, whose loader decodes one image after the other, take a quarter of the time."""
 
-    def __init__(self, folder: Path) -> None:
-        self.train = str(write_toy(folder / "train.beton", TRAIN, seed=1))
-        self.val = str(write_toy(folder / "val.beton", VAL, seed=2))
+    samples = TRAIN
 
     def pipeline(self, model: Any = None, **load: Any) -> Pipeline:
         return super().pipeline(model, **{"batch_size": BATCH} | load)

@@ -40,8 +40,10 @@ def write_toy(path: Path, samples: int, seed: int, classes: Any = ("a", "b", "c"
 
 
 class Toy:
+    samples: ClassVar[int] = TRAIN
+
     def __init__(self, folder: Path) -> None:
-        self.train = str(write_toy(folder / "train.beton", TRAIN, seed=1))
+        self.train = str(write_toy(folder / "train.beton", self.samples, seed=1))
         self.val = str(write_toy(folder / "val.beton", VAL, seed=2))
 
     def pipeline(self, model: Any = None, **load: Any) -> Pipeline:

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from ...common.errors import PlanError
 from ...common.model_state import has_mean, unlisted_tensors
-from ...common.rows import chunk, local_part, shard_of
+from ...common.rows import chunk, is_dtensor, local_part, shard_of
 from ...common.storage.tensors import Tensors, rows_of, shape_of
 from ..base import Session
-from .tensors import is_dtensor, locals_of
+from .tensors import locals_of
 
 
 class Averages:

@@ -7,6 +7,7 @@ from torch import nn
 
 from ...common.errors import PlanError
 from ...common.model_state import forward_is_replaced
+from ...common.rows import is_dtensor
 from ..base import Report, State, warn_nothing_changed
 
 Classes = Mapping[type[nn.Module] | str, type[nn.Module]]
@@ -52,7 +53,7 @@ def refuse_wrapped(name: str, model: nn.Module) -> None:
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise PlanError(f"{name}: the model is already wrapped in DDP. Apply the transform before wrapping it.")
     for place, parameter in model.named_parameters():
-        if hasattr(parameter, "device_mesh"):  # a DTensor; importing its class takes a distributed build
+        if is_dtensor(parameter):
             raise PlanError(f"{name}: {place!r} is already sharded (DTensor). Apply the transform before sharding.")
 
 

@@ -1,17 +1,12 @@
 """Tensors of a model in training: shards (FSDP2's DTensors), and norms."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from ...common.errors import PlanError
-
-
-def is_dtensor(tensor: Tensor) -> TypeGuard[Any]:
-    """Whether the tensor is a shard of a larger one. Importing its class would require a distributed build of torch."""
-    return hasattr(tensor, "device_mesh")
+from ...common.rows import is_dtensor
 
 
 def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:

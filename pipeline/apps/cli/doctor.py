@@ -7,7 +7,6 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ....common import machine
-from ....common.errors import DrivetrainError, MissingExtra, StrategyError
+from ....common.errors import DrivetrainError, StrategyError
 from ....common.table import Table, lines_of
 from ....common.version import __version__
 from ....strategies.devices import rank_device
@@ -80,8 +79,7 @@ def _remedies(findings: Sequence[Finding]) -> list[str]:
 
 
 def _core() -> list[Finding]:
-    python, good = platform.python_version(), sys.version_info >= (3, 11)
-    findings = [Finding("python ≥ 3.11", python, good, "install Python 3.11 or newer")]
+    findings = [Finding("python ≥ 3.11", platform.python_version(), True)]  # which pip has checked
     for name in required_packages():
         found = version(name)
         findings.append(Finding(name, found or "-", bool(found), f"pip install {name}"))
@@ -114,7 +112,7 @@ def _ffcv_loads() -> tuple[bool, str]:
 
     try:
         ffcv_module("ffcv.libffcv")
-    except (MissingExtra, OSError, ImportError) as error:
+    except (OSError, ImportError) as error:
         return False, str(error)
     return True, ""
 

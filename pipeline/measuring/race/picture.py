@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from ....common.errors import require
-from ....common.pictures import GRID, INK, PALETTE, literal
+from ....common.pictures import GRID, INK, PALETTE, literal, unit_of_time
 from ...ledger.picture import machine_text
 
 ABOUT = "Points: the evaluations of all runs. Lines: medians over seeds. Strokes at the target: median seconds to it."
@@ -21,11 +21,10 @@ def figure_of(race: Any) -> Any:
     figure = require("matplotlib.figure", "plot", "draw the race").Figure(figsize=(8.5, 5), layout="constrained")
     axes = figure.subplots()
     longest = max(point.seconds for run in race.runs for point in run.points)
-    units = {"hours": 3600, "minutes": 60, "seconds": 1}
-    unit = next((name for name, size in units.items() if longest >= 2 * size), "seconds")
+    unit, scale = unit_of_time(longest)
     lines, labels = list[Any](), list[str]()  # a label of a line could not begin with "_"
     for number, row in enumerate(race.rows):
-        runs, scale = race.of(row.variant), units[unit]
+        runs = race.of(row.variant)
         color, marker = PALETTE[number % len(PALETTE)], MARKERS[number // len(PALETTE) % len(MARKERS)]
         points = [point for run in runs for point in run.points]
         axes.plot(

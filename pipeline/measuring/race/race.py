@@ -13,18 +13,17 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from itertools import product
 from pathlib import Path
 from time import perf_counter
 from typing import Any
-
-from tqdm.auto import tqdm
 
 from ....common.budget import OutOfTime, alarm
 from ....common.checks import check_number, check_whole
 from ....common.errors import CheckpointError, DataError, PlanError
 from ....common.storage.addresses import local_path
 from ....common.storage.files import exclusive_lock, make_folder
-from ....common.terminal import is_interactive
+from ....common.terminal import progress_bar
 from ...callbacks.callback import Callback, RunView
 from ...describe.pipeline_spec import PipelineSpec
 from ...describe.resolve import ResolvedPlan, resolve
@@ -218,15 +217,15 @@ class RaceClock(Callback):
 class _Race:
     """The runs, in their order. Those that end are added to `runs`, which are the result's."""
 
+    _own: Path | None = None  # folder of the last run that began
+
     def __init__(
         self, result: RaceResult, runs: list[RaceRun], variants: Mapping[str, PipelineSpec], seeds: range,
         file: Path | None, progress: bool, paired: bool,
     ) -> None:  # fmt: skip
         self._result, self._runs, self._variants, self._seeds = result, runs, variants, seeds
         self._file, self._paired = file, paired
-        self._bar = tqdm(
-            total=len(seeds) * len(variants), unit="run", disable=not (progress and is_interactive()), leave=False
-        )
+        self._bar = progress_bar(len(seeds) * len(variants), progress, unit="run")
 
     @property
     def count(self) -> str:
@@ -238,7 +237,7 @@ class _Race:
         """What becomes of a run that the end of the budget interrupts."""
         if self._file is None or self._paired:
             return "does not count"
-        if any(CheckpointDir(folder / CHECKPOINTS).checkpoints() for folder in _unfinished(self._file).glob("*")):
+        if self._own is not None and CheckpointDir(self._own / CHECKPOINTS).checkpoints():
             return "the next call continues after its last epoch"
         return "has not ended an epoch, so the next call begins it again (pass more seconds)"
 
@@ -277,7 +276,8 @@ class _Race:
         if self._file is not None and not self._paired:  # else nothing continues it
             # Not in the background: that would take time from the steps that follow.
             kept = Checkpoints(keep=1, keep_best=False, background=False)
-            options |= {"out": self._folder(name, seed), "resume": "auto", "checkpoints": kept}
+            self._own = self._folder(name, seed)
+            options |= {"out": self._own, "resume": "auto", "checkpoints": kept}
         try:
             history = fit(spec.replace(seed=seed), measured_config(spec, **options)).history
         except (PlanError, DataError, CheckpointError):  # no run of this variant can work, or none can be kept
@@ -293,11 +293,13 @@ class _Race:
         )  # fmt: skip
 
     def _folder(self, name: str, seed: int) -> Path:
-        """Return the folder of a run, with what an interrupt has left of it; what is left of others is removed."""
+        """Return the folder of a run, with what an interrupt has left of it. What is left of other races and of
+        ended runs is removed; not of a run that is still to end, before which one that has failed is repeated."""
         assert self._file is not None
         facts = json.dumps(dict(self._result.facts), sort_keys=True, default=str)
         place = _unfinished(self._file)
-        folder = place / digest(f"{facts} {name} {seed}")
-        for other in {*place.glob("*")} - {folder}:
+        folders = {one: place / digest(f"{facts} {one[0]} {one[1]}") for one in product(self._variants, self._seeds)}
+        ended = {(run.variant, run.seed) for run in self._runs}
+        for other in {*place.glob("*")} - {folder for one, folder in folders.items() if one not in ended}:
             shutil.rmtree(other, ignore_errors=True)
-        return folder
+        return folders[name, seed]

@@ -57,9 +57,11 @@ class RaceRun:
     undefined: bool = False
 
     def seconds_to(self, target: float, monitor: Monitor) -> float | None:
-        """Return the seconds of training until the first evaluation that reaches the target; None if none does."""
+        """Return the seconds of training until the first evaluation that reaches the target; None if none does. That of
+        the moment in which the race stops a run, after its limit, does not count."""
+        limit = math.inf if self.limit is None else self.limit
         times = (one.seconds for one in self.points if monitor.reaches(one.accuracy, target))
-        return next(times, None)
+        return next((seconds for seconds in times if seconds <= limit), None)
 
 
 @dataclass(frozen=True)

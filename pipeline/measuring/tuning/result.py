@@ -230,7 +230,8 @@ class TuneInterrupted(KeyboardInterrupt):
     """Ctrl-C during `Pipeline.tune`. `tuned` has the results so far."""
 
     def __init__(self, tuned: Tuned) -> None:
-        super().__init__(f"the tuning was interrupted after {len(tuned.trials)} trial(s), which its `tuned` contains")
+        tried = sum(one.outcome != "not tried" for one in tuned.trials)
+        super().__init__(f"the tuning was interrupted after {tried} trial(s), which its `tuned` contains")
         self.tuned = tuned
 
     def __reduce__(self) -> Any:

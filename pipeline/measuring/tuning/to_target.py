@@ -41,7 +41,7 @@ class TargetTuner:
         self._longest = 0.0  # seconds of a run
         self.stopped = ""  # why it ended
         self.complete = False  # whether every change was tried
-        self._untried = "no time was left"
+        self.untried = "no time was left"  # why changes that are left were not tried
 
     def run(self) -> None:
         """Try all changes. Raise OutOfTime, and PlanError if the pipeline as given does not reach the target."""
@@ -51,7 +51,7 @@ class TargetTuner:
                 if known.outcome == "accepted":
                     self._spec = candidate.change(self._spec)
                 continue
-            self._trials += untried([candidate], [])
+            self._trials += untried([candidate], [], "the tuning ended before there was a verdict")
             try:
                 spec = candidate.change(self._spec)
                 resolve(spec)
@@ -64,7 +64,7 @@ class TargetTuner:
                 if not any(one.rounds for one in self._trials):
                     raise PlanError(str(error)) from None
                 self.stopped = str(error)  # what is known is kept
-                self._untried = "the search ended before it"
+                self.untried = "the search ended before it"
                 return
             if accepted:
                 self._spec = spec
@@ -113,7 +113,7 @@ class TargetTuner:
         """There is nothing to close: each race ends what it starts."""
 
     def result(self) -> Tuned:
-        left = untried(self._changes, self._trials, self._untried)
+        left = untried(self._changes, self._trials, self.untried)
         return Tuned(self._spec, [*self._trials, *left], facts=self._facts, stopped=self.stopped, target=self._target)
 
 

@@ -124,6 +124,7 @@ def _search(tuner: "Tuner | TargetTuner", plan: ResolvedPlan, budget: Budget, re
         tuner.stopped = f"Stopped at the {budget.seconds:g} s budget.{tuner.too_short(budget.seconds)}"
     except KeyboardInterrupt:
         tuner.stopped, spent = "Interrupted.", 0.0
+        tuner.untried = "the tuning was interrupted before it"
     finally:
         tuner.close()
     tuned = results.save(tuner.result(), spent)
@@ -232,6 +233,7 @@ class Tuner:
         self._number = 0  # of the last round
         self._is_converted = False  # whether a storage format is accepted
         self._too_large: int | None = None  # the smallest batch size that does not fit into memory
+        self.untried = "no time was left"  # why changes that are left were not tried
         self.stopped = ""  # why it ended
         self.complete = False  # whether every change was tried
 
@@ -252,6 +254,7 @@ class Tuner:
             if reason := self._pointless(candidate) or self._unconverted(candidate):
                 self._add(candidate, "not tried", reason)
             elif self._try(candidate) and not candidate.variables:
+                self._save(self.result())  # a kill while that is measured would lose the verdict
                 self._measure_limits()  # the bottleneck may be another one now
             if candidate.batch_size is not None:
                 left = self._sizes_left(self._trials[-1], candidate.batch_size, left)
@@ -353,7 +356,6 @@ class Tuner:
     def _measure_limits(self) -> None:
         assert self._best is not None
         self._show("the bottleneck")
-        self._limits = {}  # if the time ends here, those of the pipeline before are not those of the tuned one
         start = perf_counter()
         try:
             self._limits = self._arena.limits(self._best)
@@ -384,6 +386,7 @@ class Tuner:
                     self._note(outcome="accepted")
                     self._accept(candidate, spec)
                     if not candidate.variables:
+                        self._limits = {}  # those of the pipeline before are not those of the tuned one
                         self._best.close()
                         self._best = contender
                         opened.pop_all()
@@ -458,7 +461,7 @@ class Tuner:
             self._best.close()
 
     def result(self) -> Tuned:
-        left = untried(self._changes, self._trials)
+        left = untried(self._changes, self._trials, self.untried)
         return Tuned(
             self._spec, [*self._trials, *left], self._limits, self._before, self._facts, self.stopped,
             self._variables,

@@ -19,7 +19,7 @@ from ....loaders.beton.targets import palette
 from ...describe.pipeline_spec import PipelineSpec
 from ...describe.resolve import resolve
 from ...tasks.nests import join_samples, labels_of, pair
-from ...tasks.standard import IGNORED
+from ...tasks.standard import IGNORED, Segmentation
 from ...tasks.task import names_of
 from ...training.build import build, fork_rng, resolve_data
 from .judge import shown
@@ -175,7 +175,10 @@ def batch_of(spec: PipelineSpec, epoch: int, count: int, epochs: int | None) -> 
         classes, colors = built.train.classes, built.train.colors
         masks: tuple[NDArray[Any], ...] = ()
         if built.train.has_masks:
-            masks = tuple((targets if further else plan.task.metric_targets(targets)).numpy())
+            counted = (
+                not further and type(plan.task).metric_targets is Segmentation.metric_targets
+            )  # as it ignores some
+            masks = tuple((plan.task.metric_targets(targets) if counted else targets).numpy())
         texts = tuple("" if masks else _text(target, classes, plan.task.kind) for target in targets)
         if further:
             marks = marks_of(built.train, further, len(pictures))

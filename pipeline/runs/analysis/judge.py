@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -135,13 +135,19 @@ def _losses(task: Task, loss: Any, judged_by: Any, outputs: Any, targets: Any) -
     else:
         mean = task.mean(loss)
     each, counts = [], []
-    for n in range(len(labels_of(targets))):
+    count = len(labels_of(targets))
+    for n in range(count):
         one = slice(n, n + 1)
         target = select_samples(targets, one)
-        each.append(loss(map_tensors(itemgetter(one), judged_by), target))
+        each.append(loss(map_tensors(partial(_of_sample, one, count), judged_by), target))
         counts.append(torch.as_tensor(mean.denominator(target), device=each[-1].device))
     values: NDArray[np.float32] = torch.stack(each).float().where(torch.stack(counts) != 0, 0.0).cpu().numpy()
     return values
+
+
+def _of_sample(one: slice, count: int, values: torch.Tensor) -> torch.Tensor:
+    """Return one sample's part of a tensor; all of it, if its first dimension is not that of the `count` samples."""
+    return values[one] if values.shape[:1] == (count,) else values
 
 
 Kept = tuple[Arrays, Arrays, dict[str, torch.Tensor], NDArray[Any] | None]

@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import Any
 
 from ....common.errors import DataError, require
-from ....common.pictures import GRID, INK, PALETTE, literal
+from ....common.pictures import GRID, INK, PALETTE, literal, unit_of_time
 
 COLORS = (*PALETTE, INK)
 """Okabe and Ito's, which people with any color vision tell apart; without yellow, which is pale on white."""
@@ -27,15 +27,14 @@ def figure_of(comparison: Any) -> Any:
     figure = figure_class(figsize=(10, 6.2 + 0.2 * -(-names // columns)), layout="constrained")
     panels = figure.subplots(2, 2, sharey="row", sharex="col")
     longest, lines = max(run.seconds for run in runs), list[Any]()
-    units = {"hours": 3600, "minutes": 60, "seconds": 1}
-    unit = next((name for name, size in units.items() if longest >= 2 * size), "seconds")
+    unit, scale = unit_of_time(longest)
     for number, run in enumerate(runs):
         epochs, monitor = run.history.epochs, run.monitor
         style = {
             "color": COLORS[number % len(COLORS)], "linestyle": LINES[number // len(COLORS) % len(LINES)],
             "marker": "o", "markersize": 3 if len(epochs) < 40 else 0, "linewidth": 1.5,
         }  # fmt: skip
-        times = [seconds / units[unit] for seconds in accumulate(epoch.seconds for epoch in epochs)]
+        times = [seconds / scale for seconds in accumulate(epoch.seconds for epoch in epochs)]
         percent = 100 if monitor.unit == "fraction" else 1
         rated = [
             (epoch.epoch, time, percent * value)

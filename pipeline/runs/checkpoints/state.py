@@ -321,15 +321,18 @@ def _names_of_averages(own: Mapping[str, Any], averages: Mapping[str, torch.Tens
     """Return the name of the average of each of these tensors that has one. A tensor with several names, such as that
     of a layer that is used twice, is in a checkpoint under each of them, and its average under the first."""
     found = {name: name for name in own if name in averages}
-    if 2 * len(found) < len(own):  # averages of some tensors only: the others have none
+    of_kind: dict[Any, list[str]] = {}
+    for first in found:
+        of_kind.setdefault((own[first].shape, own[first].dtype), []).append(first)
+    alike = {name: of_kind.get((own[name].shape, own[name].dtype), []) for name in own.keys() - found.keys()}
+    if 2 * (len(found) + sum(map(bool, alike.values()))) < len(own):  # averages of some tensors only
         return found
-    for name in own.keys() - found.keys():
-        kind = own[name].shape, own[name].dtype
-        alike = (first for first in averages if first in own and (own[first].shape, own[first].dtype) == kind)
-        same = next((first for first in alike if torch.equal(own[first](), own[name]())), None)
+    further: dict[str, str] = {}
+    for name, names in alike.items():
+        same = next((first for first in names if torch.equal(own[first](), own[name]())), None)
         if same is not None:
-            found[name] = same
-    return found
+            further[name] = same
+    return found if 2 * len(found | further) < len(own) else found | further
 
 
 @dataclass(frozen=True)

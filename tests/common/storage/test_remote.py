@@ -54,9 +54,8 @@ def served(folder: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def server(served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RangeServer]:
+def server(served: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RangeServer]:  # noqa: ARG001
     """It serves that; the cache is empty."""
-    monkeypatch.setenv("DRIVETRAIN_DATA", str(tmp_path / "cache"))
     monkeypatch.setattr(sources, "_PAUSE", 0.01)
     with serving(served.parent) as one:
         yield one
@@ -209,6 +208,13 @@ def test_requests_that_fail_or_break_off_are_repeated(server: RangeServer, addre
     assert torch.equal(epochs(loader, 1)[0], local)
 
 
+def test_an_answer_that_breaks_off_is_no_refusal(server: RangeServer, address: str, served: Path) -> None:
+    """As of a server that restarts: it is asked for as long as one that does not answer."""
+    server.cut = sources.ATTEMPTS
+    assert RemoteFile(address).read(0, 1000) == served.read_bytes()[:1000]
+    assert len(server.requests) == sources.ATTEMPTS + 1
+
+
 def test_a_source_that_fails_for_good(server: RangeServer, address: str) -> None:
     with FFCVLoader(address, patience=0.2, **OPTIONS) as loader:
         server.fail = 10**6
@@ -338,6 +344,27 @@ def test_a_store_that_refuses_is_not_waited_for(
     with pytest.raises(DataError, match=words):
         RemoteFile("refusing://data/train.beton", patience=1).facts()
     assert len(seen) == requests
+
+
+class Numbered(Exception):
+    """Its code is one of SFTP, as in errors of asyncssh, from which sshfs raises Python's."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__("No such file")
+        self.code = code
+
+
+def test_a_code_of_sftp_is_no_status_of_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not exist is not waited for."""
+
+    def missing(_: Any, path: str) -> None:
+        raise FileNotFoundError(path) from Numbered(2)
+
+    system = type("Numbering", (fsspec.AbstractFileSystem,), {"info": missing})
+    fsspec.register_implementation("numbering", system, clobber=True)
+    monkeypatch.setattr(sources, "_PAUSE", 0.01)
+    with pytest.raises(DataError, match=r"train\.beton does not exist"):
+        RemoteFile("numbering://data/train.beton", patience=0.2).facts()
 
 
 def test_a_server_without_ranges_is_refused(server: RangeServer, address: str) -> None:

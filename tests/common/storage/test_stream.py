@@ -51,8 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def server(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RangeServer]:
-    monkeypatch.setenv("DRIVETRAIN_DATA", str(tmp_path / "cache"))
+def server(folder: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RangeServer]:  # noqa: ARG001
     monkeypatch.setattr(addresses, "_PAUSE", 0.01)
     monkeypatch.setattr(stream, "_rooms", {})
     with serving(folder) as one:
@@ -401,9 +400,9 @@ def furthest_first(order: list[list[int]], keeps: int) -> int:
     return fetched
 
 
+@pytest.mark.usefixtures("own_cache")
 def test_it_fetches_what_beladys_rule_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With images of exactly one block each."""
-    monkeypatch.setenv("DRIVETRAIN_DATA", str(tmp_path / "cache"))
     monkeypatch.setattr(stream, "_rooms", {})
     side, samples, epochs = 148, 90, 3  # 65,712 bytes: four blocks and a part of one
     images = np.random.default_rng(0).integers(0, 256, (samples, side, side, 3), dtype=np.uint8)

@@ -166,6 +166,13 @@ def test_a_field_descriptor_with_other_bytes(copy: Path, position: int, data: by
     refused(copy, words)
 
 
+def test_a_type_that_numpy_cannot_parse(copy: Path) -> None:
+    row = Field("label", "ndarray", np.dtype("<f4"), (3,)).descriptor().tobytes()
+    assert row.count(b'"<f4"') == 1
+    patch(copy, HEADER.itemsize + FIELD.itemsize, row.replace(b'"<f4"', b'"(,f"'))
+    refused(copy, "an ndarray field has an invalid dtype")
+
+
 def test_float_labels_read_as_ints(tmp_path: Path) -> None:
     images, labels = raw_pictures(3)
     assert beton_of((images, labels + 0.5), tmp_path / "f.beton").labels.tolist() == [0.5, 1.5, 2.5]

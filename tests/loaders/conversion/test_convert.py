@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import os
 import struct
 import zlib
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from drivetrain import DataError
 from drivetrain.loaders import Beton, FFCVLoader, TorchLoader, convert, open_beton
 from drivetrain.loaders.beton.manifest import manifest_path
-from drivetrain.loaders.conversion.encode import Encoding
+from drivetrain.loaders.conversion.encode import Encoding, encode_image
 from drivetrain.loaders.conversion.writer import PAGE_SIZE
 from loader_pictures import beton_of, image_folder, jpeg_bytes, jpeg_folder, picture, raw_pictures, refused
 from PIL import Image, PngImagePlugin
@@ -404,6 +405,14 @@ def test_files_of_torchvisions_folder_are_copied(tmp_path: Path) -> None:
         assert converted(changed, tmp_path)[1] == {"compressed as JPEG": 6}
     (root / "bee" / "new.jpg").symlink_to(tmp_path / "gone.jpg")
     refused(ImageFolder(str(root)), tmp_path, "new.jpg cannot be read: No such file")
+
+
+@pytest.mark.timeout(30)
+def test_a_pipe_in_torchvisions_folder_is_not_waited_for(tmp_path: Path) -> None:
+    """Of its images, `convert` takes the files."""
+    os.mkfifo(tmp_path / "x.jpg")
+    with pytest.raises(DataError, match="not an image that Pillow can read"):
+        encode_image({"bytes": None, "path": str(tmp_path / "x.jpg")}, Encoding())
 
 
 def test_labels_of_pandas_are_taken_by_their_places(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from drivetrain.common.errors import DataError
 from drivetrain.loaders import TorchLoader, convert, open_beton, verify
 from loader_pictures import image_folder, jpeg_bytes, jpeg_folder, picture, raw_pictures, refused
 from PIL import Image
+from torchvision.datasets import ImageFolder
 
 IMAGES, LABELS = raw_pictures(5, 12)
 PICTURE = picture(3, 90, 120)
@@ -173,6 +174,32 @@ def test_a_folder_that_lacks_classes(tmp_path: Path) -> None:
     refused(folder, tmp_path, words, classes=["bug", "bee", "cat"])
     twice = r"classes= \(--classes\) has 'ant' twice, so the label of .*ant is not known"
     refused(folder, tmp_path, twice, classes=["ant", "ant", "bee", "cat"])
+
+
+def test_torchvisions_folder_that_lacks_classes(tmp_path: Path) -> None:
+    """As a folder that is given by its path."""
+    data = ImageFolder(str(jpeg_folder(tmp_path / "images", 1, classes=("ant", "cat"))))
+    for classes, labels in ((["ant", "bee", "cat"], [0, 2]), (["an ant", "a cat"], [0, 1])):
+        report = convert(data, tmp_path / "out.beton", classes=classes, progress=False)
+        assert report.classes == classes
+        assert open_beton(tmp_path / "out.beton").labels.tolist() == labels
+    words = r"the folder .*cat 'bee', and another one 'cat'\. Labels follow the sorted names"
+    refused(data, tmp_path, words, classes=["bug", "bee", "cat"])
+
+
+class Synonyms(ImageFolder):
+    """Its names are not those of its folders, as torchvision's ImageNet has them."""
+
+    def __init__(self, root: str) -> None:
+        super().__init__(root)
+        self.classes: Any = [("ant", "emmet"), ("cat",)]
+        self.class_to_idx = {name: n for n, names in enumerate(self.classes) for name in names}
+
+
+def test_names_that_are_not_those_of_folders_are_in_order(tmp_path: Path) -> None:
+    data = Synonyms(str(jpeg_folder(tmp_path / "images", 1, classes=("n1", "n2"))))
+    convert(data, tmp_path / "out.beton", classes=["cat", "ant, emmet"], progress=False)
+    assert open_beton(tmp_path / "out.beton").labels.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("classes", ["cats", [0, 1, 2, 3, 4], ["a", None], {"cat"}, 5], ids=repr)

@@ -11,8 +11,10 @@ import pytest
 import torch
 from drivetrain.common.errors import BetonError
 from drivetrain.loaders import Beton, convert, inspect, open_beton, verify
+from drivetrain.loaders.beton.layout import Field
 from drivetrain.loaders.beton.manifest import manifest_path
-from drivetrain.loaders.conversion.writer import PAGE_SIZE
+from drivetrain.loaders.conversion.encode import Encoding, encode_image
+from drivetrain.loaders.conversion.writer import PAGE_SIZE, Sample, write_betons
 from field_values import COUNT, values
 from loader_pictures import beton_of, jpeg_bytes, picture, raw_pictures, refused, run_script
 
@@ -196,6 +198,16 @@ def test_verify_notices_a_change_in_any_field(folder: Path, tmp_path: Path) -> N
     manifest_path(tmp_path / "changed.beton").unlink()
     (bad,) = verify(tmp_path / "changed.beton").bad  # without checksums, what shows by itself
     assert bad == (5, "its field 'meta' is not valid JSON")
+
+
+def test_json_that_is_nested_too_deeply_is_a_bad_sample(tmp_path: Path) -> None:
+    fields = [Field("image", "rgb_image"), Field("label", "int"), Field("meta", "json")]
+    image = encode_image(picture(0, 12, 12), Encoding())
+    samples = [Sample(image, (0, text)) for text in (b"[]\0", b"[" * 100_000 + b"\0")]
+    write_betons([tmp_path / "deep.beton"], samples, len(samples), fields, {"classes": []})
+    with pytest.raises(BetonError, match="sample 1: its field 'meta' is not valid JSON"):
+        all_of(open_beton(tmp_path / "deep.beton"), "meta")
+    assert verify(tmp_path / "deep.beton").bad == [(1, "its field 'meta' is not valid JSON")]
 
 
 def test_kinds_that_are_inferred_and_given(tmp_path: Path) -> None:

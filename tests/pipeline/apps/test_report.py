@@ -138,6 +138,19 @@ def test_a_batch_needs_no_file_of_weights(toy: Toy, tmp_path: Path) -> None:
     assert page.count("Not available") == 2  # curves and errors, since no epoch has finished
 
 
+def test_what_the_users_code_raises_is_named(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a model whose files another machine has."""
+    run, gone = tmp_path / "run", str(tmp_path / "gone.txt")
+    (tmp_path / "reads_a_file.py").write_text(f"def net():\n    return open({gone!r})\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    pipeline = Pipeline("reads_a_file:net").load(toy.train, batch_size=BATCH, image_size=SIDE, workers=1)
+    run.mkdir()
+    (run / "recipe.yaml").write_text(dump(pipeline.to_recipe()))
+    page = write_report(run, tmp_path / "r.html").read_text()
+    assert checked(page)
+    assert "Not available: FileNotFoundError: " in page
+
+
 @pytest.mark.process
 def test_in_a_browser(toy: Toy, tmp_path: Path) -> None:
     """On a telephone nothing is wider than the page but what scrolls, every picture is drawn and has a text."""

@@ -64,6 +64,11 @@ def test_the_wish_of_one_rank_stops_all_after_the_same_step(strategy: str, ranks
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_each_rank_has_its_own_state_of_a_callback_again(strategy: str, ranks: list[Any]) -> None:
+    assert [runs[strategy]["restored"] for _, runs in ranks] == [0, 1]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_an_error_on_one_rank_is_raised_on_all(strategy: str, ranks: list[Any]) -> None:
     for _, runs in ranks:
         error = runs[strategy]["error"]

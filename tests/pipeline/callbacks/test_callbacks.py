@@ -234,6 +234,7 @@ def test_a_stop_keeps_the_weights_and_the_reason_and_only_goes_on_when_told(
     torch.testing.assert_close(saved, dict(stopped.model.state_dict()), rtol=0, atol=0)
     if event != "evaluation":
         assert history["evaluations"][-1]["step"] == steps
+        assert history["evaluations"][-1]["epoch"] == -(-steps // STEPS)
         assert history["evaluations"][-1]["metrics"]["top1"] == stopped.accuracy
     assert (tmp_path / f"run/checkpoints/step-{steps:08d}").is_dir()
 
@@ -281,7 +282,7 @@ def test_evaluations_within_epochs(toy: Toy, tmp_path: Path) -> None:
         epochs=3, out=tmp_path, progress=False, eval_every=2, eval_every_steps=3, logger="csv",
         checkpoints=Checkpoints(every_steps=1, keep=1),
     )  # fmt: skip
-    assert [each.step for each in result.history.evaluations] == [3, 6, 9]
+    assert [(each.epoch, each.step) for each in result.history.evaluations] == [(1, 3), (2, 6), (3, 9)]
     assert [epoch.accuracy is None for epoch in result.history.epochs] == [True, False, False]
     history = json.loads((tmp_path / "history.json").read_text())
     assert history["evaluations"] == result.history.to_dict()["evaluations"]
@@ -294,6 +295,13 @@ def test_evaluations_within_epochs(toy: Toy, tmp_path: Path) -> None:
     best = max(accuracies, key=lambda step: (accuracies[step], -step))
     kept = {int(path.name[-8:]) for path in (tmp_path / "checkpoints").glob("step-*")}
     assert kept == {best, 12}
+
+
+def test_steps_that_are_due_at_the_end_of_an_epoch_are_evaluated_there(toy: Toy) -> None:
+    """Once, whichever epochs are due."""
+    history = toy.pipeline().fit(epochs=3, progress=False, eval_every=3, eval_every_steps=STEPS).history
+    assert [epoch.accuracy is None for epoch in history.epochs] == [False] * 3
+    assert not history.evaluations
 
 
 def test_the_result_is_that_of_the_last_evaluation_within_an_epoch(toy: Toy) -> None:

@@ -3,6 +3,7 @@
 import csv
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,6 +66,17 @@ def test_early_stopping_does_not_compare_with_the_best_value_of_another_metric(t
         stopping = EarlyStopping()
         stopping.load_state_dict({**old, "best": 0.5})
         assert stopping.best == best
+
+
+def test_early_stopping_counts_evaluations_in_a_row() -> None:
+    """Also one that is undefined; after a stop from the beginning, for a run that is continued."""
+    stopping, stops = EarlyStopping("top1", patience=2, mode="max"), list[int]()
+    for number, value in enumerate([0.5, None, 0.6, 0.5, 0.55, 0.2, 0.3], 1):
+        metrics = {} if value is None else {"top1": value}
+        view: Any = SimpleNamespace(metrics=metrics, stop=lambda _, at=number: stops.append(at))
+        stopping.on_evaluation_end(view)
+    assert stops == [5, 7]
+    assert stopping.best == 0.6
 
 
 def test_early_stopping_of_a_metric_that_few_classes_lack(toy: Toy) -> None:

@@ -23,6 +23,7 @@ from drivetrain.pipeline.describe.pipeline_spec import sort_transforms
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.strategies import DDP
 from drivetrain.transforms import (
+    EMA,
     TRANSFORMS,
     BlurPool,
     ChannelsLast,
@@ -539,6 +540,24 @@ def test_the_memory_of_a_rank_with_microbatches(toy: Toy, strategy: str, options
     pipeline = toy.pipeline(SevenBillion, batch_size=16).optimize("adamw", lr=1e-4)
     row = pipeline.distribute(strategy, devices=8, precision="bf16", accumulate=2, **options).plan().steps[-1]
     assert row.why.startswith(f"{parts} of weights, gradients and optimizer state"), row.why
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "transforms", "what", "why"),
+    [
+        ("adamw", [EMA()], "18.2 GB", r"3.23 GB of weights, .* and averages, and .* take 103 GB"),
+        ("schedulefree_adamw", [], "14.9 GB", r"6.46 GB of weights, .* take 103 GB .* each rank copies 12.9 GB"),
+    ],
+)
+def test_the_memory_of_a_rank_with_averages(
+    toy: Toy, optimizer: str, transforms: list[Transform], what: str, why: str
+) -> None:
+    """One more copy of the weights, which Schedule-Free makes for checkpoints only."""
+    pipeline = toy.pipeline(SevenBillion, batch_size=8).optimize(optimizer, lr=1e-4, schedule="constant")
+    sharded = pipeline.transform(*transforms).distribute("fsdp", devices=8, precision="bf16")
+    row = sharded.plan().steps[-1]
+    assert row.what == f"memory of a rank: {what} and activations"
+    assert re.search(why, row.why), row.why
 
 
 def decay_of_matrices(parameters: Any) -> torch.optim.Optimizer:

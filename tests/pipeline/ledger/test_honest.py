@@ -292,7 +292,7 @@ def test_time_to_an_accuracy() -> None:
 def test_each_variant_trains_as_long_and_its_last_accuracy_counts(
     toy: Toy, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drivetrain.pipeline.measuring.ledger.is_interactive", lambda: True)
+    monkeypatch.setattr("drivetrain.common.terminal.is_interactive", lambda: True)
     pipeline = in_process(toy).optimize("sgd", lr=0.005, momentum=0.9, schedule="constant")
     smooth = pipeline.transform(LabelSmoothing(0.9))
     one, two = only("one"), only("two")

@@ -32,11 +32,7 @@ from drivetrain.pipeline.ledger.variant import (
 )
 from ledgers import WHOLE, made_up, of_speeds, trials_of
 
-
-@pytest.fixture(autouse=True)
-def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A terminal in which each sentence is a line."""
-    monkeypatch.setenv("COLUMNS", "1000")
+pytestmark = pytest.mark.usefixtures("wide")
 
 
 def test_rows_hold_ratios_within_rounds_with_their_intervals() -> None:

@@ -328,6 +328,15 @@ def test_images_grow_and_layers_freeze_within_a_turn(toy: Toy) -> None:
         assert len(Watching.seen) == 2 * len(variant.phases)
 
 
+def test_a_turn_has_each_bandwidth_at_its_share_of_the_steps(toy: Toy) -> None:
+    with built(toy.pipeline(Watching).transform(t.EfficientTrain(size_increment=2))) as variant:
+        Watching.seen.clear()
+        trial, labels = run_trial(variant, "train", epoch=1, batches=1)
+        assert [side for side, _ in Watching.seen] == [6, 12, SIDE]
+        assert [phase.share for phase in variant.phases] == pytest.approx([0.479, 0.345, 0.176], abs=1e-3)
+        assert trial.images == BATCH == sum(map(len, labels))
+
+
 SLEEP = 0.2
 
 

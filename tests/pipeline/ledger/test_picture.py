@@ -12,11 +12,7 @@ from drivetrain.pipeline.ledger.picture import picture
 from drivetrain.pipeline.ledger.variant import LOADER, MODEL, PLAIN, SPLIT, Trial, in_turn, only, without
 from ledgers import made_up, trials_of
 
-
-@pytest.fixture(autouse=True)
-def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A terminal in which each sentence is a line."""
-    monkeypatch.setenv("COLUMNS", "1000")
+pytestmark = pytest.mark.usefixtures("wide")
 
 
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

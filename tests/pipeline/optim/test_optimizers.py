@@ -152,6 +152,15 @@ def test_a_torch_scheduler_is_scaled(toy: Toy, set_by: str) -> None:
     assert "scaled to" not in str(scaled.plan())
 
 
+def test_the_weight_decay_of_sgdw_belongs_to_the_scaled_peak(toy: Toy) -> None:
+    """There a weight loses its full share, and no more, also if the scheduler's rates are scaled."""
+    options: dict[str, Any] = {"lr": 0.02, "schedule": own_schedules.steps, "scale_lr": True, "base_batch_size": 8}
+    with toy.pipeline().optimize("sgdw", **options).build() as built:
+        rate = built.begin(2).set_lr(0)
+        (group,) = built.engine.optimizer.param_groups
+    assert (rate, group["peak_lr"]) == pytest.approx((0.08, 0.08))
+
+
 def test_a_class_its_dotted_name_and_its_name_are_the_same() -> None:
     for given in ("adam", torch.optim.Adam, "torch.optim:Adam"):
         config = OptimizerConfig(given, {"lr": 0.01})

@@ -189,15 +189,17 @@ def drawn(pipeline: Pipeline) -> list[float]:
     return Drawing.drawn[-3:]
 
 
-def drawn_twice(pipeline: Pipeline) -> tuple[list[float], list[float]]:
-    return drawn(pipeline), drawn(pipeline)
+def drawn_again(pipeline: Pipeline) -> tuple[list[float], list[float], list[float]]:
+    """Twice, and with another seed."""
+    return drawn(pipeline), drawn(pipeline), drawn(pipeline.replace(seed=1))
 
 
 def test_ranks_draw_apart_and_the_same_again(toy: Toy) -> None:
     """Masks of dropout, and all that layers draw."""
     two = toy.pipeline(Drawing).distribute("ddp", devices=2, device="cpu")
-    (first, again), (second, again_too) = launch(drawn_twice, two, devices=2, device="cpu")
+    (first, again, other), (second, again_too, others) = launch(drawn_again, two, devices=2, device="cpu")
     assert not {*first} & {*second}
+    assert not {*first, *second} & {*other, *others}
     assert (again, again_too) == (first, second)
     assert drawn(toy.pipeline(Drawing).distribute("single", device="cpu")) == first  # rank 0's are those of one process
 

@@ -19,12 +19,13 @@ from command_line import call
 from drivetrain import Classification, DataError, DrivetrainError, MultiLabel, Pipeline, PlanError, Regression
 from drivetrain.common import machine
 from drivetrain.common.errors import CheckpointError
+from drivetrain.common.pictures import gallery
 from drivetrain.loaders import FFCVLoader, convert, open_beton
 from drivetrain.pipeline import FitResult, export, load_run
 from drivetrain.pipeline.apps.exports.card import CARD
 from drivetrain.pipeline.describe.inputs import Inputs
 from drivetrain.pipeline.recipes.files import read_recipe
-from drivetrain.pipeline.runs.prediction import listed, predicted
+from drivetrain.pipeline.runs.prediction import Predicted, Predictions, listed, predicted
 from drivetrain.transforms import EMA, BlurPool, TestTimeFlip
 from loader_pictures import jpeg_bytes, picture
 from numpy.typing import NDArray
@@ -138,6 +139,16 @@ def test_predictions_have_the_views_and_the_precision_of_the_evaluation(
     assert (plain - torch.tensor([row["probability"] for row in rows])).abs().max() > 1e-4
 
 
+def test_what_was_trained_in_fp16_is_predicted_in_float32_on_a_cpu(
+    run: tuple[FitResult, Path, str], folder: Path
+) -> None:  # fmt: skip
+    """Which would emulate it."""
+    result, images = run[0], sorted(folder.glob("*/*.jpg"))[:5]
+    assert result.spec is not None
+    half = dataclasses.replace(result, spec=result.spec.distribute("single", device="cpu", precision="fp16"))
+    assert half.predict(images) == result.predict(images)
+
+
 def test_a_run_is_loaded_from_its_folder(run: tuple[FitResult, Path, str], folder: Path, tmp_path: Path) -> None:
     result, out, _ = run
     loaded = load_run(out)
@@ -233,6 +244,13 @@ def test_sources_of_images(run: tuple[FitResult, Path, str], folder: Path) -> No
     assert samples == [{key: row[key] for key in row if key != "image"} for row in expected]
     with pytest.raises(DataError, match="No file matches"):
         result.predict(f"{folder}/*.jpg")
+
+
+def test_pipes_in_a_folder_are_no_images(tmp_path: Path) -> None:
+    """A read waits until somebody writes to one."""
+    (tmp_path / "x.jpg").write_bytes(jpeg_bytes(picture(0, 20, 20)))
+    os.mkfifo(tmp_path / "y.jpg")
+    assert [each.name for each in listed(tmp_path, 3)] == [str(tmp_path / "x.jpg")]
 
 
 @pytest.mark.parametrize(
@@ -345,6 +363,8 @@ def test_bad_images_are_named(run: tuple[FitResult, Path, str], tmp_path: Path) 
     ):
         with pytest.raises(DataError, match=words):
             result.predict(images)
+    with pytest.raises(DataError, match=r"^Image 1 of those given: .*its pixels are float32.*on_error='skip'"):
+        result.predict([picture(0, 40, 40), torch.zeros(3, 8, 8)])
 
 
 def labels_of(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
@@ -369,6 +389,14 @@ def test_rows_of_other_tasks(tmp_path: Path) -> None:
         else:
             assert isinstance(row["value"], float)
         json.dumps(row)
+
+
+def test_numbers_of_pixels_are_not_drawn_as_classes() -> None:
+    """As a custom task predicts them, such as depths."""
+    rows, pixels = Predictions(), picture(0, 16, 16)
+    depths = Predicted("a.png", torch.linspace(0, 9, 256).view(16, 16), (16, 16), pixels=pixels)
+    rows.add(depths, {"image": "a.png"})
+    assert rows._repr_html_() == gallery([((pixels,), "a.png")])
 
 
 SHAPES = [(60, 80), (80, 60), (64, 64), (40, 90), (20, 17), (1, 70)]

@@ -37,14 +37,9 @@ from places import SUPPORT
 from process_state import wait_until_ended
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 OUT = "s3://bucket/team/run"
 EVERY_2 = Checkpoints(every_steps=2, background=False)
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("DRIVETRAIN_DATA", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 @pytest.fixture
@@ -53,7 +48,7 @@ def store() -> Iterator[Store]:
         yield one
 
 
-def test_copies_that_are_no_longer_read_are_removed(tmp_path: Path, cache: Path) -> None:
+def test_copies_that_are_no_longer_read_are_removed(tmp_path: Path, own_cache: Path) -> None:
     def read(name: str) -> Path:
         return opened(f"file://{tmp_path}/{name}/model.safetensors")
 
@@ -63,10 +58,10 @@ def test_copies_that_are_no_longer_read_are_removed(tmp_path: Path, cache: Path)
     for path in (read("a"), read("b")):
         os.utime(path.parent / ".address", (0, 0))
     assert (read("b").read_text(), read("c").read_text()) == ("b", "c")
-    assert sorted(path.name[:2] for path in (cache / "copies").iterdir()) == ["b-", "c-"]
+    assert sorted(path.name[:2] for path in (own_cache / "copies").iterdir()) == ["b-", "c-"]
 
 
-def test_an_address_is_like_a_folder(toy: Toy, tmp_path: Path, cache: Path) -> None:
+def test_an_address_is_like_a_folder(toy: Toy, tmp_path: Path, own_cache: Path) -> None:
     pipeline, out, local = toy.named(flip=False), f"file://{tmp_path}/store/run", tmp_path / "local"
     expected = numbers(pipeline.fit(epochs=3, out=local, progress=False))
     first = pipeline.fit(epochs=2, out=out, progress=False, logger="csv", checkpoints=Checkpoints(every_steps=3))
@@ -74,7 +69,7 @@ def test_an_address_is_like_a_folder(toy: Toy, tmp_path: Path, cache: Path) -> N
     there = tmp_path / "store/run"
     assert left_in(there) == sorted([*left_in(local), "metrics.csv"])
     assert sorted(path.name for path in (there / "checkpoints").iterdir() if path.is_file()) == ["run.json"]
-    assert list((cache / "runs").iterdir()) == []  # nothing is kept of a run that is finished
+    assert list((own_cache / "runs").iterdir()) == []  # nothing is kept of a run that is finished
     resumed = pipeline.fit(epochs=3, out=out, progress=False, logger="csv", resume="auto")
     assert numbers(resumed) == expected
     assert len((there / "metrics.csv").read_text().splitlines()) == 1 + 3  # the header, and both runs' epochs
@@ -120,14 +115,14 @@ class Goes(Callback):
 
 
 def test_the_command_line_has_where_results_are_that_could_not_be_uploaded(
-    toy: Toy, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    toy: Toy, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("goes.py").write_text(GOES)
     out, goes = f"file://{tmp_path}/store", '{"name": "goes:Goes"}'
     command = ["train", "cifar10-quickstart", *toy_values(toy), "--out", out, "--callback", goes, "--quiet"]
     (end,) = call_several(command)
-    (kept,) = (cache / "runs").iterdir()
+    (kept,) = (own_cache / "runs").iterdir()
     assert end.line.startswith("DataError: The data is damaged. Not all results could be uploaded; they are in ")
     assert f"{kept}. {out} cannot be written: " in end.line
     preempted = TrainingPreempted("SIGTERM")
@@ -217,7 +212,7 @@ class Does(Callback):
 
 
 @pytest.mark.long
-def test_an_object_store(toy: Toy, store: Store, cache: Path) -> None:
+def test_an_object_store(toy: Toy, store: Store, own_cache: Path) -> None:
     pipeline = toy.pipeline()
     expected = numbers(pipeline.fit(epochs=2, progress=False))
     with pytest.raises(TrainingPreempted) as preempted:
@@ -228,7 +223,7 @@ def test_an_object_store(toy: Toy, store: Store, cache: Path) -> None:
         written = [line for line in store.requests if re.match(rf"PUT .*/step-{step:08d}/", line)]
         assert [line.split("/")[-2].split()[0] for line in written].index("state.json") == 4
     store.remove("team/run/checkpoints/step-00000006/state.json")  # as after a kill before the last file
-    shutil.rmtree(cache)  # another machine continues; this one would upload what only it has
+    shutil.rmtree(own_cache)  # another machine continues; this one would upload what only it has
     resumed = pipeline.fit(
         epochs=2, out=OUT, progress=False, resume="auto", checkpoints=Checkpoints(keep=1, keep_best=False)
     )
@@ -242,7 +237,7 @@ def test_an_object_store(toy: Toy, store: Store, cache: Path) -> None:
 
 @pytest.mark.slow
 def test_a_store_that_dies_midway(
-    toy: Toy, store: Store, cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    toy: Toy, store: Store, own_cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def die() -> None:
         store.gone = True
@@ -256,7 +251,7 @@ def test_a_store_that_dies_midway(
     message = "\n".join([str(failed.value), *failed.value.__notes__])
     assert f"{OUT} cannot be written: " in message
     assert f"The last complete checkpoint is {OUT}/checkpoints/step-00000004." in message
-    (kept,) = cache.glob("runs/*/checkpoints/step-00000006")
+    (kept,) = own_cache.glob("runs/*/checkpoints/step-00000006")
     assert f"kept in {kept}" in message
     assert f"Not all results could be uploaded; they are in {kept.parent.parent}." in message
     assert SECRET not in message
@@ -446,7 +441,6 @@ def test_killed_within_an_upload(strategy: str, held: str, toy: Toy, store: Stor
 def test_what_is_kept_of_a_new_run_is_uploaded_although_the_one_before_was_longer(
     toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("DRIVETRAIN_DATA", str(tmp_path / "cache"))
     out = f"file://{tmp_path}/store"
     expected = numbers(toy.pipeline().fit(epochs=2, out=out, progress=False))  # until step 8
 
@@ -504,7 +498,7 @@ def test_results_whose_last_upload_failed_are_uploaded_by_resume(
 
 
 def test_a_checkpoint_that_cannot_be_fetched_is_not_passed_over(
-    toy: Toy, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    toy: Toy, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else training would begin from scratch, and remove the checkpoints that it could not read."""
 
@@ -515,7 +509,7 @@ def test_a_checkpoint_that_cannot_be_fetched_is_not_passed_over(
     expected = numbers(toy.pipeline().fit(epochs=2, progress=False))
     with pytest.raises(ZeroDivisionError):
         toy.pipeline().fit(epochs=2, out=out, progress=False, checkpoints=EVERY_2, callbacks=[Does(5, fail)])
-    shutil.rmtree(cache)  # another machine
+    shutil.rmtree(own_cache)  # another machine
 
     def away(self: sources.RemoteFile, start: int, size: int) -> bytes:
         if self.address.endswith("optimizer.safetensors"):
@@ -533,7 +527,7 @@ def test_a_checkpoint_that_cannot_be_fetched_is_not_passed_over(
 
 
 def test_a_checkpoint_that_only_this_machine_has_is_not_removed_for_a_file_that_cannot_be_fetched(
-    toy: Toy, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    toy: Toy, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of several machines, each has uploaded its own files, and this one could not upload its `state.json`."""
 
@@ -551,7 +545,7 @@ def test_a_checkpoint_that_only_this_machine_has_is_not_removed_for_a_file_that_
         leaves = Does(5, lambda: patch.setattr(sources.RemoteFolder, "upload", gone))
         with pytest.raises(CheckpointError, match=r"The store is gone.*kept in"):
             toy.pipeline().fit(epochs=2, out=out, checkpoints=EVERY_2, callbacks=[leaves], progress=False)
-    (kept,) = cache.glob("runs/*/checkpoints/step-00000006")
+    (kept,) = own_cache.glob("runs/*/checkpoints/step-00000006")
     there = tmp_path / "store/checkpoints/step-00000006"
     there.mkdir(exist_ok=True)
     (kept / "optimizer.safetensors").rename(there / "optimizer.safetensors")  # as one that another machine has written

@@ -17,7 +17,7 @@ from drivetrain.loaders.beton import data_set
 from drivetrain.pipeline import load_run
 from drivetrain.pipeline.apps.exports.export import export
 from drivetrain.pipeline.tasks import standard
-from drivetrain.pipeline.tasks.target_scale import BUFFERS, attach_scale, carried_scale, fit_scale
+from drivetrain.pipeline.tasks.target_scale import BUFFERS, TargetScale, attach_scale, carried_scale, fit_scale
 from same_runs import assert_same_weights
 from torch import nn
 
@@ -161,6 +161,15 @@ def test_the_fit() -> None:
     for bad in (np.nan, -np.inf, 1e300):
         with pytest.raises(PlanError, match=r"some.beton has the target .* in sample 1, .* float32"):
             fitted([1.0, bad])
+
+
+@pytest.mark.parametrize(("mean", "std", "needed"), [
+    (0.0, 1.0, False), (10.0, 10.0, False), (0.0, 0.11, False), (11.0, 1.0, True), (-11.0, 1.0, True),
+    (0.0, 11.0, True), (0.0, 0.09, True),
+])  # fmt: skip
+def test_which_targets_are_far_from_the_outputs_of_a_new_model(mean: float, std: float, needed: bool) -> None:
+    """One of several is enough."""
+    assert TargetScale(torch.tensor([0.0, mean]), torch.tensor([1.0, std])).needed is needed
 
 
 Pair = namedtuple("Pair", "main other")

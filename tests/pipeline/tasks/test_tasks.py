@@ -121,6 +121,7 @@ def test_classes_of_one_name_are_told_apart(tmp_path: Path) -> None:
     assert row["probability"] == 0.625
     assert row["probabilities"] == {"crane (2)": 0.625, "crane (0)": 0.25, "²": 0.125}
     assert MultiLabel().row(shares, names)["labels"] == ["crane (2)"]
+    assert MultiLabel().row(torch.tensor([0.5, 0.49, 0.3]), names)["labels"] == ["crane (0)"]
     write_table(tmp_path / "p.csv", [{"image": "x.png", **row}], names)
     assert (tmp_path / "p.csv").read_text(encoding="utf-8").splitlines()[0] == (
         "image,class,probability,probabilities.crane (0),probabilities.²,probabilities.crane (2)"
@@ -145,6 +146,7 @@ def test_numbers_are_judged_as_by_hand(middle: int, spread: float) -> None:
     assert values(Regression(metrics="r2"), [(equal[:, None] + 1, equal)], 1) == {"r2": 0}
     task = Regression(loss="huber")
     assert task.loss(task.outputs(outputs), targets) == F.huber_loss(outputs[:, 0], targets)
+    assert Regression(loss="l1").loss(outputs[:, 0], targets) == F.l1_loss(outputs[:, 0], targets)
     assert Regression().loss(outputs[:, 0], targets[:, None]).item() == pytest.approx(mse)
 
 
@@ -534,6 +536,8 @@ def test_each_reduction_over_two_ranks() -> None:
 def test_a_monitored_top5_stays_with_few_classes() -> None:
     assert set(Classification(monitor="top5").meters(4)) == {"top1", "top5"}
     assert set(Classification(monitor="top1").meters(4)) == {"top1"}
+    assert set(Classification().meters(5)) == {"top1"}, "of five classes, all are among five"
+    assert set(Classification().meters(6)) == {"top1", "top5"}
 
 
 def test_precision_recall_and_f1_are_means_over_classes_and_labels() -> None:

@@ -18,6 +18,7 @@ from command_line import done
 from drivetrain import (
     CheckpointError,
     Classification,
+    DataError,
     MultiLabel,
     Pipeline,
     PlanError,
@@ -164,6 +165,19 @@ def test_mixing_and_flipping_labels(files: Files) -> None:
     pipeline = jobs.pipeline_of("MultiLabel", files["MultiLabel"]).transform(MixUp(0.4), CutMix(), TestTimeFlip())
     result = pipeline.fit(epochs=2, progress=False)
     assert all(0 <= value <= 1 for value in result.history.epochs[-1].metrics.values())
+
+
+class OfTuples(Task):
+    kind = "class indices"
+
+    def loss(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(outputs[0], targets)
+
+
+def test_flipping_needs_one_tensor(files: Files) -> None:
+    pipeline = jobs.pipeline_of("Classification", files["Classification"]).task(OfTuples()).transform(TestTimeFlip())
+    with pytest.raises(PlanError, match=r"takes the mean of one tensor, and the model returns a tuple.*outputs\(\)"):
+        pipeline.build()
 
 
 def test_a_loss_with_weights_trains_and_is_evaluated_with_them(files: Files) -> None:
@@ -338,6 +352,18 @@ def test_labels_of_any_type_that_ffcv_stores(dtype: str, tmp_path: Path) -> None
     start = Pipeline(jobs.Outputs, num_classes=jobs.LABELS).task(MultiLabel(metrics="f1"))
     result = start.load(str(file), batch_size=16, image_size=jobs.SIDE, workers=1).fit(epochs=1, progress=False)
     assert np.isfinite(result.history.epochs[0].loss)
+
+
+def test_names_of_classes_that_are_not_utf8(tmp_path: Path) -> None:
+    """In a file of an older version. A run would fail after its first epoch, when it saves its history."""
+    pictures, file = jobs.images(32, 1), tmp_path / "named.beton"
+    samples = [Sample(encode_image(one, Encoding()), (number % 2,)) for number, one in enumerate(pictures)]
+    fields = [Field("image", "rgb_image"), Field("label", "int")]
+    write_betons([file], samples, len(samples), fields, {"classes": ["caf\udce9", "tea"]})
+    start = Pipeline(jobs.Outputs, num_classes=2).load(str(file), batch_size=16, image_size=jobs.SIDE, workers=1)
+    words = r"The name of the class 'caf\\udce9' is not UTF-8\. Rename it, and convert .*named\.beton again"
+    with pytest.raises(DataError, match=words):
+        start.fit(epochs=1, progress=False)
 
 
 def test_what_is_no_task_is_refused() -> None:

@@ -219,12 +219,9 @@ def test_loggers_get_the_hyperparameters(
 
 @pytest.mark.process
 @pytest.mark.long
-@pytest.mark.usefixtures("logging_services")
-def test_a_run_at_an_address_goes_on_in_the_service_and_a_new_one_does_not(
-    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("logging_services", "own_cache")
+def test_a_run_at_an_address_goes_on_in_the_service_and_a_new_one_does_not(toy: Toy, tmp_path: Path) -> None:
     """Nothing of the first run is left on this machine: it is like another one."""
-    monkeypatch.setenv("DRIVETRAIN_DATA", str(tmp_path / "cache"))
     known = tmp_path / "store" / "mlflow-run.txt"
     both: dict[str, Any] = {"out": f"file://{known.parent}", "logger": "mlflow"}
     fit(toy.pipeline(), 1, **both)

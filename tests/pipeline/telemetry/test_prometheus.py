@@ -52,11 +52,9 @@ def test_a_new_run_has_no_values_of_the_one_before(toy: Toy, tmp_path: Path) -> 
     assert not (tmp_path / "metrics.prom").exists()
 
 
-def test_a_run_that_continues_without_gauges_has_none_of_before(
-    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("own_cache")
+def test_a_run_that_continues_without_gauges_has_none_of_before(toy: Toy, tmp_path: Path) -> None:
     """`drivetrain watch` would show the step and the loss of where it was left."""
-    monkeypatch.setenv("DRIVETRAIN_DATA", str(tmp_path / "cache"))
     out = f"file://{tmp_path}/store"
     toy.pipeline().fit(epochs=1, out=out, logger="prometheus", progress=False)
     assert "step" in look(out).newest

@@ -1,9 +1,11 @@
 """The training loop: its overhead per step, counted in operations, because times depend on the machine; and its loss, a
 mean over microbatches, ranks and batches, as in plain PyTorch, which sees each batch as a whole."""
 
+import copy
 import os
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
@@ -108,6 +110,20 @@ def test_the_guard_reads_the_loss_and_does_nothing_else() -> None:
     assert guarded - bare == {"aten.view.default": 1}  # that it reads is no operation
 
 
+def test_what_is_waited_for_is_the_data_of_each_batch_and_not_its_step() -> None:
+    def late() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for batch in batches(3):
+            time.sleep(0.03)
+            yield batch
+
+    def slow(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.03)
+        return functional.cross_entropy(outputs, labels)
+
+    stats = train_epoch(strategies.get("single", device="cpu").prepare(batch_norm_model(), sgd), late(), slow)
+    assert 0.09 <= stats.data_wait_s <= stats.seconds - 0.09
+
+
 TOLERANCE = 1e-6
 expected = cache(means_jobs.by_hand)
 
@@ -130,6 +146,20 @@ def check_ranks(wanted: list[tuple[str, str, int]], devices: int) -> None:
     for rank in launch(all_trained, wanted, devices=devices, device="cpu", timeout=280):
         for (_, name, _), run in zip(wanted, rank, strict=True):
             same(run, name)
+
+
+def test_a_microbatch_without_images_leaves_the_statistics_alone() -> None:
+    """Of a batch of one image in two microbatches; the next batch trains as usual."""
+    torch.manual_seed(0)
+    model, images, labels = batch_norm_model(), torch.randn(2, 3, SIDE, SIDE), torch.tensor([0, 1])
+    by_image = [(images[:1], labels[:1]), (images[1:], labels[1:])]
+    expected = copy.deepcopy(model)
+    losses = [functional.cross_entropy(expected(image), label).item() for image, label in by_image]
+    still = partial(torch.optim.SGD, lr=0.0)
+    engine = strategies.get("single", device="cpu").prepare(model, still, accumulate=2)
+    stats = train_epoch(engine, by_image, functional.cross_entropy)
+    assert stats.loss == pytest.approx(sum(losses) / 2, abs=1e-6)
+    torch.testing.assert_close(engine.export_state(), dict(expected.state_dict()))
 
 
 @pytest.mark.process
@@ -473,6 +503,14 @@ def test_an_evaluation_in_a_loop_of_ones_own_has_the_statistics_of_all_ranks() -
     first, second = launch(statistics_of_evaluation, "ddp", devices=2, device="cpu")
     assert first == second
     assert first[0] == pytest.approx([0.5] * 3, abs=0.2)  # a tenth of the mean of 0 and 10
+
+
+def test_a_share_without_samples_adds_nothing_to_an_evaluation() -> None:
+    """As of fewer samples than ranks."""
+    engine = strategies.get("single", device="cpu").prepare(batch_norm_model(), sgd)
+    first, second = batches(2)
+    nothing = first[0][:0], first[1][:0]
+    assert evaluate(engine, [nothing, first, nothing, second]) == evaluate(engine, [first, second])
 
 
 @pytest.mark.process

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from drivetrain import DataError, Pipeline, PlanError
@@ -252,6 +253,11 @@ def test_random_numbers_are_those_of_seed_step_and_part(toy: Toy) -> None:
         assert all(torch.equal(one, other) for one, other in zip(alone, ranks, strict=True))
         assert not torch.equal(alone[0], mixed(0, 2, slice(0, 8), seed=1)[0])
         assert not torch.equal(alone[0], mixed(0, 2, slice(0, 8), step=4)[0])
+        # The seed itself, on which resumed runs depend.
+        state = np.random.SeedSequence([7, 3, 1]).generate_state(1, np.uint64)
+        context = t.BatchContext(torch.Generator().manual_seed(int(state[0])), classes=CLASSES)
+        second, _ = t.MixUp().batch(images[4:], labels[4:], context)
+        assert torch.equal(mixed(0, 2, slice(0, 8), seed=7)[1], second)
 
 
 @pytest.mark.parametrize(

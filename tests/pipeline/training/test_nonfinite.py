@@ -338,6 +338,19 @@ def test_gradients_that_overflow_at_every_scale_are_an_error(toy: Toy) -> None:
         made.fit(epochs=14, progress=False)
 
 
+def test_overflows_are_counted_from_the_last_step_that_was_taken() -> None:
+    """49, a step, and 50: only the last is an error."""
+    torch.manual_seed(1)
+    images = torch.randn(8, 3, 16, 16)
+    bad, good = (images, torch.zeros(8, dtype=torch.long)), (images, torch.arange(8) % 4)
+    engine = engine_of(plain_model, precision="fp16", lr=0.05)
+    methods = TrainingHooks([])
+    methods.begin(engine, 100)
+    guard = NonFiniteGuard(engine, "raise", str, scaled=True)
+    with pytest.raises(NonFiniteError, match=r"At step 100 .* for the 50th consecutive step"):
+        train_epoch(engine, [*[bad] * 49, good, *[bad] * 50], overflows_on_class_0, methods, observer=guard)
+
+
 def losses_on_ranks(pipelines: dict[str, Pipeline]) -> dict[str, Any]:
     results = {name: fit(pipeline) for name, pipeline in pipelines.items()}
     return {name: (skipped(result), result.history.epochs[-1].loss) for name, result in results.items()}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import call
-from drivetrain import Pipeline
+from drivetrain import Contrastive, Pipeline
 from drivetrain.transforms import BlurPool
 from pipeline_data import CLASSES, Toy, batch_norm_model
 from torch import nn
@@ -91,6 +91,14 @@ def test_lazy_layers_and_views() -> None:
     model = nn.Sequential(nn.LazyConv2d(2, 3), nn.Flatten(), nn.LazyLinear(4))
     loaded = Pipeline(model).load("a.beton", batch_size=4, image_size=4)
     assert [row.parameters for row in loaded.summary().modules] == [56, 36]
+
+
+def test_a_microbatch_is_what_a_rank_computes_at_a_time() -> None:
+    """Of a batch over all ranks; each view of an image is one."""
+    start = Pipeline(batch_norm_model).load("absent.beton", batch_size=32, image_size=16)
+    assert start.distribute("ddp", devices=2, device="cpu", accumulate=2).summary().microbatch == 8
+    views = start.load("absent.beton", batch_size=32, image_size=16, views=3).task(Contrastive())
+    assert views.distribute("ddp", devices=2, device="cpu").summary().microbatch == 48
 
 
 def test_the_command(toy: Toy, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from drivetrain.common.errors import StrategyError
 from drivetrain.strategies import launch
 from drivetrain.strategies.launching import launcher
 from drivetrain.strategies.launching.group import is_main_process, is_rank
-from forked_ranks import STARTED, RankServer
+from forked_ranks import RankServer
 from strategy_jobs import fail_on_rank_1, ignore_ctrl_c, join_with_a_slow_rank, surroundings, wait_for_ever
 from unloadable import Unloadable
 
@@ -70,13 +70,6 @@ def ends(pid: int, seconds: float = 3.0) -> bool:
             return True
         time.sleep(0.01)
     return False
-
-
-@pytest.fixture
-def forked(rank_server: RankServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For what comes after the start: an interpreter takes seconds, which other tests here spend."""
-    if not STARTED:
-        monkeypatch.setattr(launcher, "start_interpreter", rank_server.start)
 
 
 @pytest.fixture(autouse=True)

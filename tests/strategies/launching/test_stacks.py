@@ -18,20 +18,13 @@ import pytest
 from drivetrain.common.errors import StrategyError
 from drivetrain.common.signals import is_unhandled
 from drivetrain.strategies import launch
-from drivetrain.strategies.launching import launcher
-from forked_ranks import STARTED, RankServer
+from forked_ranks import STARTED
 from process_state import start_ranks
 from strategy_jobs import hang_on_rank_1, save_until, work_until
 
-pytestmark = [pytest.mark.process, pytest.mark.long]
+pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.usefixtures("forked")]
 TIMEOUT = 8 if STARTED else 3
 """Seconds of a job that hangs, with those that a rank takes to start."""
-
-
-@pytest.fixture(autouse=True)
-def _forked(rank_server: RankServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not STARTED:
-        monkeypatch.setattr(launcher, "start_interpreter", rank_server.start)
 
 
 @cache

@@ -145,6 +145,16 @@ def test_what_computes_something_else_is_not_written(toy: Toy, kind: str, tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+@pytest.mark.parametrize("kind", FAST)
+def test_a_difference_within_the_tolerance_is_written(toy: Toy, kind: str, tmp_path: Path) -> None:
+    """The outputs are larger than the difference, because the number of all calls is added to them."""
+    folder, path = own(toy, tmp_path / "run", export_models.Counting), tmp_path / KINDS[kind]
+    difference = export(folder, path, model=export_models.Counting, tolerance=1.0).difference
+    assert difference is not None
+    assert difference.scale > difference.largest > 0.9
+    assert path.exists()
+
+
 def test_a_model_of_one_batch_size_is_not_exported(toy: Toy, tmp_path: Path) -> None:
     folder = own(toy, tmp_path / "run", export_models.FixedBatch)
     with pytest.raises(ExportError, match=r"cannot be exported as torch-export: .*must not depend on the batch"):

@@ -94,6 +94,9 @@ def test_the_rows_follow_from_the_runs() -> None:
     assert medians(race.of("b")) == [(1, 0.4), (7.5, pytest.approx(0.85))]
     undefined = RaceResult(0.8, ("a",), [run("a", 0, limit=3.0, stopped="race: …")])  # its metric, in all evaluations
     assert "a, seed 0, was stopped: its limit was 3 s." in " ".join(repr(undefined).split())
+    # With `eval_every=2`, a run is stopped at the end of an epoch, and evaluated there: too late.
+    late = RaceResult(0.8, ("a",), [run("a", 0, (2, 0.7), (3.5, 0.85), limit=3.0, stopped="race: …")])
+    assert (late.rows[0].reached, late.rows[0].seconds) == (0, None)
     error = RaceResult(0.3, ("a",), [run("a", 0, (1, 0.5), (2, 0.25))], Monitor("error", False, "fraction"))
     assert error.rows[0].seconds is not None
     assert error.rows[0].seconds.value == 2
@@ -221,6 +224,26 @@ def test_an_unfinished_run_continues_where_its_last_epoch_ended(
     assert len([*(tmp_path / "steps interrupted").iterdir()]) == EPOCHS * each + repeated
     assert "the pipeline, seed 0, was continued after 1 interrupt(s)" in repr(found)
     assert not left.parent.exists()
+
+
+def test_a_failed_run_that_is_repeated_leaves_the_unfinished_one(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The repeated one comes first, in the order of the runs."""
+    (tmp_path / "steps").mkdir()
+    monkeypatch.setenv("RACE_STEPS", str(tmp_path / "steps"))
+    monkeypatch.setenv("RACE_LAST", str(TRAIN // BATCH + 1))  # within the last epoch
+    monkeypatch.setenv("RACE_ERROR", "RuntimeError")
+    pipeline, against = toy.pipeline(Unlucky(0)), {"other": toy.pipeline(Interrupts(0))}
+    options: dict[str, Any] = {"target": TARGET, "epochs": 2, "seeds": 1, "against": against, "progress": False}
+    with pytest.raises(RaceInterrupted):
+        pipeline.race(out=tmp_path / "race.json", **options)
+    assert [run.failed for run in RaceResult.load(tmp_path / "race.json").runs] == ["RuntimeError"]
+    monkeypatch.setenv("RACE_LAST", "-1")
+    monkeypatch.delenv("RACE_ERROR")
+    runs = pipeline.race(out=tmp_path / "race.json", **options).runs
+    assert [(run.variant, run.failed, run.resumed) for run in runs] == [("the pipeline", "", 0), ("other", "", 1)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["race.json", "steps"]
 
 
 class Calls(Sleepy):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from drivetrain import Classification, DrivetrainError, LedgerError, Pipeline, PlanError
-from drivetrain.pipeline import Tuned
+from drivetrain.pipeline import Tuned, TuneInterrupted
 from drivetrain.pipeline.apps.cli.options import _plain_warnings
 from drivetrain.pipeline.describe.config import FitOptions
 from drivetrain.pipeline.describe.resolve import resolve
@@ -30,6 +30,13 @@ ALL = "Every change was tried."
 @pytest.fixture
 def pipeline(toy: Toy) -> Pipeline:
     return Pipeline(plain_model).load(toy.train, toy.val, batch_size=16, image_size=8, workers=1)
+
+
+def copy_of(data: str, folder: Path) -> Path:
+    copy = folder / "copy.beton"
+    for suffix in ("", ".json"):
+        Path(f"{copy}{suffix}").write_bytes(Path(f"{data}{suffix}").read_bytes())
+    return copy
 
 
 def kept_of(pipeline: Pipeline) -> Results:
@@ -114,9 +121,7 @@ def test_another_pipeline_machine_or_file_is_not_answered(
     with monkeypatch.context() as other:
         other.setattr("drivetrain.common.machine.cores", lambda: 77)
         assert searches(pipeline)
-    copy = tmp_path / "copy.beton"
-    for suffix in ("", ".json"):
-        Path(f"{copy}{suffix}").write_bytes(Path(f"{toy.train}{suffix}").read_bytes())
+    copy = copy_of(toy.train, tmp_path)
     copied = pipeline.load(copy, toy.val, batch_size=16, image_size=8, workers=1)
     keep(copied)
     assert not searches(copied)
@@ -131,9 +136,7 @@ def test_a_file_continues_only_what_it_holds_for(
 ) -> None:
     """`allow` and the epochs of its short trainings, the data, and the code of the model."""
     monkeypatch.setattr(tune_module.Tuner, "run", lambda _: None)
-    copy = tmp_path / "copy.beton"
-    for suffix in ("", ".json"):
-        Path(f"{copy}{suffix}").write_bytes(Path(f"{toy.train}{suffix}").read_bytes())
+    copy = copy_of(toy.train, tmp_path)
 
     def factory(width: int) -> Any:
         return lambda: plain_model(width)
@@ -298,6 +301,29 @@ def test_every_verdict_is_kept_when_it_is_known(pipeline: Pipeline, monkeypatch:
     assert again.trials[0] == kept.trials[0]
     assert again.trials[1].rounds > 0
     assert pipeline.tune(seconds=60, progress=False).trials == again.trials
+
+
+def test_what_an_interrupt_leaves_is_not_counted_and_has_its_reason(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = [Candidate(name, "step", lambda spec: spec) for name in ("first", "second", "third")]
+    monkeypatch.setattr(tune_module, "candidates", lambda _: [*changes])
+
+    def compared(self: Any, *contenders: Any) -> bool:
+        if self._trials[-1].name == "second":
+            raise KeyboardInterrupt
+        own, other = self._arena.round(1, contenders[:2])
+        self._note(outcome="dropped", reason="", ratio=own / other, rounds=1)
+        return False
+
+    monkeypatch.setattr(tune_module.Tuner, "_compare", compared)
+    with pytest.raises(TuneInterrupted, match=r"after 1 trial\(s\)") as raised:
+        pipeline.tune(seconds=20, progress=False)
+    assert {one.name: one.reason for one in raised.value.tuned.trials} == {
+        "first": "",
+        "second": "the tuning ended before there was a verdict",
+        "third": "the tuning was interrupted before it",
+    }
 
 
 def test_wrong_options_are_refused_before_anything_is_read(pipeline: Pipeline) -> None:

@@ -344,6 +344,14 @@ def test_limits_are_those_of_the_tuned_pipeline_or_unknown(spec: PipelineSpec) -
     assert result.bound == "The bottleneck is not known: there was no time to measure it."
 
 
+def test_an_accepted_change_is_kept_before_the_bottleneck_is_measured_again(spec: PipelineSpec) -> None:
+    """A kill in that time would lose it otherwise; here, the time ends."""
+    saved: list[Tuned] = []
+    tuned(spec, Ending(slow_step), save=saved.append)
+    assert [one.name for one in saved[-1].accepted] == ["ChannelsLast"]
+    assert saved[-1].limits == {}
+
+
 def done(result: Tuned) -> int:
     """The rounds of changes with a verdict."""
     return sum(one.rounds for one in result.trials if one.outcome in ("accepted", "dropped"))

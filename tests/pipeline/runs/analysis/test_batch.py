@@ -12,7 +12,7 @@ import task_jobs as jobs
 import torch
 import torch.nn.functional as F
 from command_line import call, toy_values
-from drivetrain import Classification, Contrastive, DataError, Pipeline, PlanError, Segmentation
+from drivetrain import Classification, Contrastive, DataError, Pipeline, PlanError, Segmentation, Task
 from drivetrain.loaders import FFCVLoader, convert
 from drivetrain.pipeline.runs.analysis.batch import ShownBatch
 from drivetrain.transforms import CutMix, InfoBatch, MixUp, ProgressiveResizing
@@ -143,6 +143,26 @@ def test_masks_are_those_of_the_loader(tmp_path: Path) -> None:
     assert set(drawn[batch.masks[at] == 255].ravel()) == {120, 225}  # hatched
     assert batch.texts == ("",) * 5
     assert len(batch.show().axes) == 5
+
+
+class Foreground(Task):
+    """Has targets of its own for its metrics."""
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (outputs[:, 0] - (targets == 1).float()).square().mean()
+
+    def metric_targets(self, targets: torch.Tensor) -> torch.Tensor:
+        return (targets == 1).flatten(1)
+
+
+def test_masks_of_a_custom_task_are_those_of_the_loader(tmp_path: Path) -> None:
+    images, file = jobs.images(16, 0), tmp_path / "train.beton"
+    convert([(image, (image[..., 0] // 90).astype(np.uint8)) for image in images], file, progress=False)
+    start = Pipeline(nn.Conv2d, in_channels=3, out_channels=1, kernel_size=1).task(Foreground())
+    batch = start.load(str(file), batch_size=8, image_size=SIDE, workers=1).show_batch(samples=5)
+    with FFCVLoader(file, batch_size=8, image_size=SIDE, workers=1) as loader:
+        _, own = next(iter(loader))
+    assert (np.stack(batch.masks) == own[:5].numpy()).all()
 
 
 def test_labels_and_values_are_written(tmp_path: Path) -> None:

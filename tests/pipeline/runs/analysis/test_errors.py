@@ -27,6 +27,7 @@ from drivetrain.pipeline.runs.analysis.errors import (
     ValueErrors,
     wilson,
 )
+from drivetrain.pipeline.runs.result import _on_one_device
 from drivetrain.transforms import TestTimeFlip
 from hypothesis import given
 from hypothesis import strategies as st
@@ -334,6 +335,19 @@ def test_a_loaded_run_needs_neither_the_training_data_nor_its_devices(tmp_path: 
             loaded.errors(files[3])
 
 
+def test_a_loaded_run_is_evaluated_in_batches_that_one_of_its_devices_has_computed(toy: Toy) -> None:
+    """One that has the memory of the run's devices may not be here."""
+    half = toy.pipeline().distribute("fsdp", devices=4, device="cpu", accumulate=2, precision="bf16")
+    for batch_size, expected in ((64, 8), (8, 1)):
+        pipeline = half.load(toy.train, toy.val, batch_size=batch_size, image_size=SIDE)
+        assert pipeline.data is not None
+        one = _on_one_device(pipeline, pipeline.data)
+        assert one.data is not None
+        assert one.data.batch_size == expected
+        how = one.distributed
+        assert (how.devices, how.accumulate, how.device, how.precision) == (1, 1, "cpu", "bf16")
+
+
 def test_the_command(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     toy.named().fit(epochs=1, out=tmp_path / "run", progress=False)
     monkeypatch.chdir(tmp_path)
@@ -360,6 +374,28 @@ def test_a_task_of_ones_own_that_declares_its_targets_has_its_losses(tmp_path: P
     pipeline = pipeline.load(*files, batch_size=32, image_size=jobs.SIDE, flip=False, workers=1)
     errors = pipeline.fit(epochs=1, progress=False).errors()
     assert type(errors) is Errors
+    assert errors.losses.mean() == pytest.approx(errors.metrics["val_loss"], abs=1e-5)
+
+
+class Shared(jobs.Outputs):
+    """Returns, with the logits, a number and weights that all images have in common."""
+
+    def forward(self, images: torch.Tensor) -> Any:
+        weight = self.head.weight.detach()
+        return {"logits": super().forward(images), "weight": weight, "size": weight.square().mean()}
+
+
+class Penalized(Task):
+    def loss(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        penalty = outputs["size"] + outputs["weight"].abs().mean()
+        return F.cross_entropy(outputs["logits"], targets) + 0.1 * penalty
+
+
+def test_outputs_that_all_samples_share_belong_to_each_loss(tmp_path: Path) -> None:
+    files = jobs.write(tmp_path, lambda pictures: pictures.mean((1, 2)).argmax(1))
+    pipeline = Pipeline(Shared, num_classes=3).task(Penalized())
+    pipeline = pipeline.load(*files, batch_size=32, image_size=jobs.SIDE, flip=False, workers=1)
+    errors = pipeline.fit(epochs=1, progress=False).errors()
     assert errors.losses.mean() == pytest.approx(errors.metrics["val_loss"], abs=1e-5)
 
 

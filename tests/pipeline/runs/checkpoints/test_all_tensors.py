@@ -108,16 +108,27 @@ def test_checkpoints_of_older_versions(toy: Toy, tmp_path: Path, capsys: pytest.
     assert "did not save the non-persistent buffers: mean, spread, steps begin" in capsys.readouterr().out
 
 
-def used_twice() -> nn.Module:
-    """A model with a layer that has two names."""
+def used(times: int) -> nn.Module:
+    """A model with a layer that has several names."""
     layer = nn.Conv2d(8, 8, 3, padding=1)
-    first = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), layer, nn.ReLU(), layer)
+    body = [part for _ in range(times) for part in (nn.ReLU(), layer)]
+    first = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *body)
     return nn.Sequential(first, nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(8 * 16, CLASSES))
 
 
-def test_averages_of_a_layer_that_is_used_twice(toy: Toy, tmp_path: Path) -> None:
-    """A checkpoint has its last weights under both names, and its average under the first."""
-    pipeline = toy.pipeline(used_twice).transform(EMA(half_life=2))
+def used_twice() -> nn.Module:
+    return used(2)
+
+
+def used_often() -> nn.Module:
+    """Most of its names are further ones of the same tensors."""
+    return used(6)
+
+
+@pytest.mark.parametrize("model", [used_twice, used_often])
+def test_averages_of_a_layer_that_is_used_several_times(model: Any, toy: Toy, tmp_path: Path) -> None:
+    """A checkpoint has its last weights under all its names, and its average under the first."""
+    pipeline = toy.pipeline(model).transform(EMA(half_life=2))
     result = pipeline.fit(epochs=1, progress=False, out=tmp_path / "run")
     again = pipeline.fit(epochs=1, progress=False, out=tmp_path / "run", resume=True)  # it is finished
     export(tmp_path / "run", tmp_path / "own.safetensors", names="trained")

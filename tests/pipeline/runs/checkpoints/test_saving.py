@@ -66,10 +66,10 @@ def test_the_last_and_the_best_stay(toy: Toy, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("out", ["{}/run", "file://{}/run"])
+@pytest.mark.usefixtures("own_cache")
 def test_a_run_left_after_the_last_step_of_an_epoch_keeps_its_checkpoint_until_it_has_a_newer_one(
     out: str, toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("DRIVETRAIN_DATA", str(tmp_path / "cache"))
     pipeline, one = toy.pipeline(batch_norm_model), Checkpoints(keep=1, keep_best=False)
     own: dict[str, Any] = {"out": out.format(tmp_path), "checkpoints": one}
 
