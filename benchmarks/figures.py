@@ -450,6 +450,15 @@ def after(variant: str, epoch: int = -1, recipe: str = "imagenette-5") -> tuple[
     return minutes / 60, accuracy
 
 
+def to_the_board() -> float:
+    """Return how many times as fast as plain PyTorch `imagenette-5` is to the board's accuracy, from the same seed."""
+    plain, own = race("imagenette-plain"), race("imagenette-5")
+    (slow,) = plain.of("imagenette-plain")
+    (fast,) = (run for run in own.of("imagenette-5") if run.seed == slow.seed)
+    first, second = (run.seconds_to(plain.target, plain.monitor) or math.inf for run in (slow, fast))
+    return first / second
+
+
 def cpu_time_spread(kind: str = "") -> float:
     """Return by how much CPU time per image differs at most between 2 and 16 threads."""
     medians = [
@@ -516,6 +525,9 @@ COMPUTED: dict[str, Callable[[], float]] = {
     "imagenette-plain, accuracy next to it": lambda: after("imagenette-plain", recipe="imagenette-fast")[1],
     "imagenette-plain, minutes": lambda: after("imagenette-plain")[0],
     "imagenette-plain, accuracy": lambda: after("imagenette-plain")[1],
+    "imagenette-5, times as fast to the board's accuracy": to_the_board,
+    "imagenette-plain, minutes of 12 epochs": lambda: after("imagenette-plain", recipe="imagenette-plain")[0],
+    "imagenette-plain, accuracy of 12 epochs": lambda: after("imagenette-plain", recipe="imagenette-plain")[1],
     "share of the model's ceiling": lambda: (
         figured("quickstart-ledger", "rows / + bf16 / images_per_s")
         / figured("quickstart-ledger", "ceilings / model alone")
