@@ -112,7 +112,7 @@ void dt_jitter_color(uint8_t *image, int64_t pixels, const double *factors)
 }
 
 INLINED void cut_out(uint8_t *image, size_t pixel, int64_t width, int64_t top, int64_t left, int64_t side,
-                           const uint8_t *fill)
+                     const uint8_t *fill)
 {
     for (int64_t y = top; y < top + side; y++)
         for (int64_t x = left; x < left + side; x++)
