@@ -127,7 +127,7 @@ $(SCENES)/%.beton: install
 	    --classes $(CAMVID_CLASSES) --ignore 11
 
 records-methods: install
-	$(BIN)/python benchmarks/methods.py
+	$(BIN)/python benchmarks/methods.py methods methods-classic
 
 PHOTOGRAPHS := .build/records/imagenette
 records-imagenette: $(PHOTOGRAPHS)/train.beton $(PHOTOGRAPHS)/val.beton
@@ -145,6 +145,7 @@ records-imagenette: $(PHOTOGRAPHS)/train.beton $(PHOTOGRAPHS)/val.beton
 	    --against '$(call PLAIN,1e-3)' --out $(PHOTOGRAPHS)-vit
 	$(BIN)/drivetrain ledger imagenette-5 --train $(PHOTOGRAPHS)/train.beton --val $(PHOTOGRAPHS)/val.beton \
 	    --seconds 900 --out $(PHOTOGRAPHS)-ledger
+	$(BIN)/python benchmarks/methods.py methods-vit train=$(PHOTOGRAPHS)/train.beton val=$(PHOTOGRAPHS)/val.beton
 	$(BIN)/python benchmarks/limits.py imagenette-5 train=$(PHOTOGRAPHS)/train.beton val=$(PHOTOGRAPHS)/val.beton \
 	    --rounds 5 --batches 6
 
