@@ -127,7 +127,7 @@ $(SCENES)/%.beton: install
 	    --classes $(CAMVID_CLASSES) --ignore 11
 
 records-methods: install
-	$(BIN)/python benchmarks/methods.py methods methods-classic
+	$(BIN)/python benchmarks/methods.py methods methods-others methods-averages
 
 PHOTOGRAPHS := .build/records/imagenette
 records-imagenette: $(PHOTOGRAPHS)/train.beton $(PHOTOGRAPHS)/val.beton

@@ -2,7 +2,7 @@
 
     python benchmarks/methods.py [GROUP …] [KEY=VALUE …] [--seeds 3] [--runs .build/records] [--out benchmarks/results]
 
-There are three groups: `methods` and `methods-classic` add to `cifar10-quickstart`, `methods-vit` to
+There are four groups: `methods`, `methods-others` and `methods-averages` add to `cifar10-quickstart`, `methods-vit` to
 `vit-tiny-imagenette`, of which train= and val= must be given. All variants of a group train from the same seeds in
 turns (`Pipeline.race`): the recipe, and the recipe with one method more, or with another optimizer. Values are the
 defaults, which are those of the papers; `EfficientTrain (4 pixels)` has sides in multiples of 4 instead of 16 pixels,
@@ -61,12 +61,14 @@ GROUPS = {
             "schedulefree_sgd", schedule="constant", lr=1.0, weight_decay=5e-4, warmup=0.05
         ),
     }),
-    "methods-classic": Group("cifar10-quickstart", 5, 0.8, {
+    "methods-others": Group("cifar10-quickstart", 5, 0.8, {
         "EfficientTrain (4 pixels)": lambda pipeline: pipeline.transform(transforms.EfficientTrain(size_increment=4)),
-        "EMA": lambda pipeline: pipeline.transform(transforms.EMA(half_life=100, update_every=20)),
-        "Lookahead": lambda pipeline: pipeline.transform(transforms.Lookahead(interval=5, decay=0.774, power=3.0)),
         "SqueezeExcite": lambda pipeline: pipeline.transform(transforms.SqueezeExcite()),
         "Muon": muon("muon", 0.02),
+    }),
+    "methods-averages": Group("cifar10-quickstart", 5, 0.8, {
+        "EMA": lambda pipeline: pipeline.transform(transforms.EMA(half_life=100, update_every=20)),
+        "Lookahead": lambda pipeline: pipeline.transform(transforms.Lookahead(interval=5, decay=0.774, power=3.0)),
     }),
     "methods-vit": Group("vit-tiny-imagenette", 5, 0.5, {
         "PatchDropout": lambda pipeline: pipeline.transform(transforms.PatchDropout()),
