@@ -436,6 +436,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ledger of imagenette-5": functools.partial(ledger_table, "imagenette-5-ledger"),
     "methods": methods_table,
     "effect of methods": functools.partial(effects_table, "methods"),
+    "effect of methods on a transformer": functools.partial(effects_table, "methods-vit"),
     "cost of several ranks": ranks_table,
     "cost of a rank by samples": scale_table,
     "cost of a selection": selections_table,
