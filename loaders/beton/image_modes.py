@@ -45,9 +45,12 @@ def image_pixels(image: Any, mode: str, wide: bool | None = None) -> tuple[NDArr
             bits = "8 bits" if depth == 16 else "more than 8 bits"
             raise DataError(f"its values have {bits} (Pillow's mode {image.mode}), but {mode!r} has {depth}")
         return _pillow_pixels(image, mode)
-    array = image.detach().cpu().numpy() if isinstance(image, torch.Tensor) else np.asarray(image)
-    if array.dtype != np.dtype(f"u{depth // 8}"):
-        raise DataError(f"its pixels are {array.dtype}, but {mode!r} has uint{depth}")
+    array: Any = image if isinstance(image, torch.Tensor) else np.asarray(image)
+    kind = str(array.dtype).removeprefix("torch.")
+    if kind != f"uint{depth}":
+        raise DataError(f"its pixels are {kind}, but {mode!r} has uint{depth}")
+    if isinstance(array, torch.Tensor):  # not before: NumPy lacks some types, such as bfloat16
+        array = array.detach().cpu().numpy()
     if array.ndim == 3 and array.shape[0] in CHANNELS and array.shape[2] not in CHANNELS:
         array = array.transpose(1, 2, 0)
     if array.ndim == 3 and array.shape[2] == 1:

@@ -23,6 +23,7 @@ from ..native import jpegs
 from ..native.stop import stoppable
 from ..options import check_workers
 from .layout import MODE_JPEG
+from .open_file import ChangedError, ReadError
 from .reader import Beton, open_beton
 from .targets import NOT_COUNTED, check_classes, coordinates, decode_mask, palette
 
@@ -298,6 +299,8 @@ def _fault(beton: Beton, number: int) -> str | None:
             continue
         try:
             values = beton.read(name, np.array([number])) if kind in ("json", "ndarray") else None
+        except (ChangedError, ReadError):  # of the file, not of a sample
+            raise
         except BetonError:
             return f"its field {name!r} is not valid JSON"
         if name == beton.label_name and values is not None and not np.isfinite(values).all():
@@ -314,6 +317,8 @@ def _target_fault(beton: Beton, number: int, name: str, kind: str) -> str | None
         indices = decode_mask(stored, int(beton.heights[number]), int(beton.widths[number]))
         if name == beton.label_name and beton.classes:
             check_classes(indices, len(beton.classes))
+    except (ChangedError, ReadError):
+        raise
     except BetonError:
         return f"its field {name!r} is not valid JSON"
     except ValueError as error:

@@ -285,6 +285,8 @@ class Beton:
         try:
             image = Image.open(io.BytesIO(jpegs.huffman_coded(stored)), formats=["JPEG"]).convert("RGB")
             image.info = {}  # its EXIF data, too: loaders take pictures as they are stored
+        except MemoryError:
+            raise
         except Exception as error:  # damaged files make Pillow's readers raise many types
             raise self.sample_error(index, f"its JPEG data cannot be decoded ({error})") from error
         if image.size != size:

@@ -123,9 +123,12 @@ class Masks:
             return moved.astype(np.int32)
         if mask.dtype != np.uint8 and mask.max() > _NARROW:  # of all of it, so that no crop decides
             beton, own = self._beton.locate(index)
+            how = "with classes=, one name per class index"
+            if self._name != beton.label_name:  # whose indices have names
+                how = "with another first sample, whose mask has an index above 255, too"
             raise beton.sample_error(
                 own, f"its mask {self._name!r} has the class index {mask.max()}, but the first sample's has 8 bits per "
-                "pixel. Convert the data with classes=, one name per class index",
+                f"pixel. Convert the data {how}",
             )  # fmt: skip
         return moved.astype(np.uint8, copy=False)
 

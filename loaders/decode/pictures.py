@@ -38,7 +38,7 @@ def reading() -> Iterator[None]:
         yield
     except UnidentifiedImageError:
         raise UnreadableError("it is not an image that Pillow can read") from None
-    except DataError:
+    except (DataError, MemoryError):
         raise
     except Exception as error:  # damaged files make Pillow's readers raise many types
         raise UnreadableError(f"it cannot be decoded: {error}") from error

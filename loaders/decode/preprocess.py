@@ -41,6 +41,12 @@ class Evaluation:
         image, size = self.measured(picture)
         if not masks:
             return image
+        for mask in masks:
+            if tuple(mask.shape) != size:
+                raise DataError(
+                    f"A mask has the shape {tuple(mask.shape)}, but its picture has {size_text(size)} pixels (height × "
+                    "width), upright. Pass a class index for each of them."
+                )
         motion = self._motion(size)
         return image, *(torch.from_numpy(motion.mask(mask.numpy()).copy()) for mask in masks)
 

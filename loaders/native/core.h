@@ -172,6 +172,10 @@ dt_fine_filter dt_weigh_finely(int bicubic, int64_t size, int64_t count, dt_resi
 /* Set each of `count` lines of `target` to the weighted sum of lines of `source`, over `lanes` bytes, in whole blocks. */
 DT_HIDDEN void dt_blend_finely(const uint8_t *source, size_t stride, size_t lanes, const dt_fine_filter *filter, int64_t count,
                      const dt_limits *limits, uint8_t *target, size_t target_stride);
+/* The end of such a resize: blend `rows` lines of `width` bytes, `stride` bytes apart, to the dense lines of `target`.
+ * `memory->rows` begins with them, and has room for `out_height` further ones. */
+void dt_blend_down(int bicubic, int64_t rows, size_t stride, size_t width, uint8_t *target, int64_t out_height,
+                   dt_resizing *memory);
 
 /* ---- area.c: the resize of OpenCV's INTER_AREA, bit for bit (version 4.6) ---- */
 
@@ -199,9 +203,6 @@ void dt_saturate(uint8_t *image, int64_t pixels, float factor);
 /* torchvision's ColorJitter; `factors`: brightness, contrast, saturation, and the index of their order, one of six. */
 void dt_jitter_color(uint8_t *image, int64_t pixels, const double *factors);
 void dt_cut_out(uint8_t *image, size_t pixel, int64_t width, int64_t top, int64_t left, int64_t side, const uint8_t *fill);
-/* `values` = byte · `factors` + `summands`, each (3 · width), line by line. */
-DT_HIDDEN void dt_normalize(const uint8_t *image, int64_t height, int64_t width, const float *factors, const float *summands,
-                  float *values);
 /* `values` = each level's entry in its channel's row of `table` (3, 256): bfloat16. */
 void dt_look_up(const uint8_t *image, int64_t pixels, const uint16_t *table, uint16_t *values);
 

@@ -273,15 +273,12 @@ static void finish(const dt_settings *settings, const dt_choices *choices, int64
     if (choices->corners != NULL)
         dt_cut_out(image, pixel_of(settings), settings->width, choices->corners[2 * i], choices->corners[2 * i + 1],
                    settings->cut, settings->fill);
-    if (!is_rgb(settings) && settings->dtype != DT_UINT8)
+    if (settings->dtype == DT_BFLOAT16 && is_rgb(settings))
+        dt_look_up(image, pixels, settings->table, (uint16_t *)images + at);
+    else if (settings->dtype != DT_UINT8)
         dt_planes_normalize(image, settings->bytes, settings->height, settings->channels * settings->width,
                             settings->factors, settings->summands, settings->dtype == DT_BFLOAT16,
                             (uint8_t *)images + at * (settings->dtype == DT_BFLOAT16 ? 2 : 4));
-    else if (settings->dtype == DT_FLOAT32)
-        dt_normalize(image, settings->height, settings->width, settings->factors, settings->summands,
-                     (float *)images + at);
-    else if (settings->dtype == DT_BFLOAT16)
-        dt_look_up(image, pixels, settings->table, (uint16_t *)images + at);
 }
 
 /* Make the k-th image of a group from its sample's decoded picture. */

@@ -124,14 +124,6 @@ void dt_cut_out(uint8_t *image, size_t pixel, int64_t width, int64_t top, int64_
     OF_PIXELS(cut_out, image, pixel, width, top, left, side, fill);
 }
 
-DT_CLONES void dt_normalize(const uint8_t *image, int64_t height, int64_t width, const float *factors,
-                            const float *summands, float *values)
-{
-    for (int64_t y = 0; y < height; y++)
-        for (int64_t x = 0; x < 3 * width; x++, image++, values++)
-            *values = (float)*image * factors[x] + summands[x];
-}
-
 void dt_look_up(const uint8_t *image, int64_t pixels, const uint16_t *table, uint16_t *values)
 {
     for (int64_t i = 0; i < pixels; i++)

@@ -116,11 +116,7 @@ static void resize_finely(dt_image image, size_t pixel, int cubic, uint8_t *targ
     dt_fine_filter across = dt_weigh_finely(cubic, image.columns, out_width, memory);
     dt_blend_finely(columns, line, pixel * (size_t)image.rows, &across, out_width, memory->limits, turned, line);
     turn(turned, line, out_width, image.rows, pixel, rows, stride);
-    dt_fine_filter down = dt_weigh_finely(cubic, image.rows, out_height, memory);
-    uint8_t *done = rows + stride * (size_t)image.rows;
-    dt_blend_finely(rows, stride, width, &down, out_height, memory->limits, done, stride);
-    for (int64_t y = 0; y < out_height; y++)
-        memcpy(target + width * (size_t)y, done + stride * (size_t)y, width);
+    dt_blend_down(cubic, image.rows, stride, width, target, out_height, memory);
 }
 
 /* The other filters: down the picture, then, in floats, across it. */

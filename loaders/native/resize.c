@@ -108,10 +108,14 @@ typedef uint8_t pixels __attribute__((vector_size(16)));
 typedef uint32_t words __attribute__((vector_size(16)));
 typedef uint64_t halves __attribute__((vector_size(16)));
 
-/* Lanes of two vectors, by number; in GCC before 12, by its older name. */
-#if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
+/* Lanes of two vectors, by number; in GCC before 12, by its older name. In GCC before 10, `__has_builtin(…)` is an error,
+ * also behind `defined(__has_builtin) &&`. */
+#ifdef __has_builtin
+#if __has_builtin(__builtin_shufflevector)
 #define LANES(type, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
+#endif
+#endif
+#ifndef LANES
 #define LANES(type, a, b, ...) __builtin_shuffle(a, b, (type){__VA_ARGS__})
 #endif
 
@@ -300,6 +304,16 @@ DT_CLONES void dt_blend_finely(const uint8_t *source, size_t stride, size_t lane
     }
 }
 
+void dt_blend_down(int bicubic, int64_t rows, size_t stride, size_t width, uint8_t *target, int64_t out_height,
+                   dt_resizing *memory)
+{
+    uint8_t *from = memory->rows.data, *done = from + stride * (size_t)rows;
+    dt_fine_filter down = dt_weigh_finely(bicubic, rows, out_height, memory);
+    dt_blend_finely(from, stride, width, &down, out_height, memory->limits, done, stride);
+    for (int64_t y = 0; y < out_height; y++)
+        memcpy(target + width * (size_t)y, done + stride * (size_t)y, width);
+}
+
 enum { STRIP = 64 }; /* lines that are transposed at a time: they stay in the cache */
 
 /* The buffers' lines of a fine resize. */
@@ -335,11 +349,7 @@ int dt_resize_finely(dt_image image, int bicubic, int flip, uint8_t *target, int
         dt_blend_finely(columns, of.line, 4 * (size_t)count, &across, out_width, memory->limits, turned, of.line);
         turn_back(turned, of.line, flip, rows + (size_t)y * of.stride, of.stride, count, out_width);
     }
-    dt_fine_filter down = dt_weigh_finely(bicubic, image.rows, out_height, memory);
-    uint8_t *done = rows + of.stride * (size_t)image.rows;
-    dt_blend_finely(rows, of.stride, width, &down, out_height, memory->limits, done, of.stride);
-    for (int64_t y = 0; y < out_height; y++)
-        memcpy(target + width * (size_t)y, done + of.stride * (size_t)y, width);
+    dt_blend_down(bicubic, image.rows, of.stride, width, target, out_height, memory);
     return DT_OK;
 }
 

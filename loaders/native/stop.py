@@ -86,7 +86,7 @@ def stoppable(
         ):
             for result in results:
                 yield result
-                bar.update(each)
+                bar.update(min(each, total - bar.n))  # the last item may have fewer
     except Exception as error:
         if not is_exhaustion(error):
             raise

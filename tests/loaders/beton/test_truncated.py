@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from drivetrain.common.errors import BetonError
-from drivetrain.loaders import FFCVLoader, TorchLoader, convert, open_beton, verify
-from drivetrain.loaders.beton import reader
+from drivetrain.loaders import Beton, FFCVLoader, TorchLoader, convert, open_beton, verify
+from drivetrain.loaders.beton import inspection, reader
 from drivetrain.loaders.beton.open_file import OpenFile
 from drivetrain.loaders.datasets.torch_dataset import BetonDataset
 from loader_pictures import raw_pictures, run_python
@@ -163,6 +163,27 @@ def test_verify_and_labels_of_a_file_that_became_shorter(raws: Path, tmp_path: P
         _ = beton.labels
     with pytest.raises(BetonError, match="truncated"):
         verify(path)
+
+
+@pytest.mark.parametrize(
+    "labels", [np.zeros((4, 12, 12), np.uint8), np.eye(4, dtype=np.float32)], ids=["masks", "vectors"]
+)
+def test_verify_calls_what_cannot_be_read_no_invalid_value(
+    labels: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a file without a manifest, with which checksums would be read first."""
+    path, (images, _) = tmp_path / "a.beton", raw_pictures(4)
+    convert((images, labels), path)
+    Path(f"{path}.json").unlink()
+
+    def opened(path: Path) -> Beton:
+        beton = open_beton(path)
+        os.truncate(path, int(beton.columns["label"].pointers[1]))
+        return beton
+
+    monkeypatch.setattr(inspection, "open_beton", opened)
+    with pytest.raises(BetonError, match="bytes when it was opened and now has"):
+        verify(path, workers=1)
 
 
 def test_reading_a_file(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from drivetrain.loaders.conversion.writer import Sample, write_betons
 from drivetrain.loaders.native import jpegs
 from drivetrain.loaders.native.jpegs import decodes
 from ffcv_library import library
-from loader_pictures import jpeg_bytes, picture
+from loader_pictures import file_bytes, jpeg_bytes, picture
 from PIL import Image
 
 PICTURE = picture(3, 48, 64)
@@ -74,9 +74,7 @@ def test_exif_data_that_means_nothing_leaves_the_picture_as_it_is(exif: bytes) -
     small = encode_image(jpeg, Encoding(max_resolution=32))
     assert (small.treatment, small.width, small.height) == ("scaled down", 32, 24)
     assert encode_image(Image.open(io.BytesIO(jpeg)), Encoding()).treatment == "stored"
-    buffer = io.BytesIO()
-    Image.fromarray(PICTURE).save(buffer, "PNG", exif=exif)
-    png = encode_image(buffer.getvalue(), Encoding())
+    png = encode_image(file_bytes(PICTURE, "PNG", exif=exif), Encoding())
     assert (png.treatment, png.payload) == ("stored", PICTURE.tobytes())
 
 
@@ -152,15 +150,14 @@ def test_a_folder_with_arithmetic_codes_is_read(tmp_path: Path) -> None:
 
 def test_pictures_after_the_first_are_left_alone() -> None:
     """As cameras and telephones add them (MPO)."""
-    buffer = io.BytesIO()
     second = Image.fromarray(PICTURE[:24, :24])
-    Image.fromarray(PICTURE).save(buffer, "MPO", save_all=True, append_images=[second])
-    encoded = encode_image(buffer.getvalue(), Encoding())
+    both = file_bytes(PICTURE, "MPO", save_all=True, append_images=[second])
+    encoded = encode_image(both, Encoding())
     assert (encoded.treatment, encoded.width, encoded.height) == (UPRIGHT, 64, 48)
-    assert encoded.payload == buffer.getvalue()
-    recoded = encode_image(buffer.getvalue(), Encoding(optimize=True))
+    assert encoded.payload == both
+    recoded = encode_image(both, Encoding(optimize=True))
     assert (recoded.treatment, recoded.width, recoded.height) == ("Huffman tables optimized", 64, 48)
-    with Image.open(buffer) as first, Image.open(io.BytesIO(recoded.payload)) as only:
+    with Image.open(io.BytesIO(both)) as first, Image.open(io.BytesIO(recoded.payload)) as only:
         assert (only.format, only.tobytes()) == ("JPEG", first.tobytes())
 
 

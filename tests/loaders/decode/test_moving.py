@@ -1,6 +1,5 @@
 """Masks, boxes and keypoints move as torchvision's `tv_tensors` do, with the draws of their image."""
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,8 @@ from drivetrain.loaders import FFCVLoader, StockFFCVLoader, TorchLoader, convert
 from drivetrain.loaders.decode import augmentation
 from drivetrain.loaders.decode.draws import sample_keys
 from drivetrain.loaders.options import LoaderOptions
-from loader_pictures import jpeg_bytes, picture
+from loader_pictures import file_bytes, jpeg_bytes, picture
 from numpy.typing import NDArray
-from PIL import Image
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
@@ -189,6 +187,24 @@ def test_class_indices_above_255(tmp_path: Path) -> None:
         assert next(iter(loader))[1].max() == 600
 
 
+def test_class_indices_above_255_of_a_further_mask(tmp_path: Path) -> None:
+    """Its classes have no names, so that the first sample decides."""
+    path = tmp_path / "a.beton"
+    options: dict[str, Any] = {"batch_size": 2, "image_size": 12, "workers": 1, "train": False, "fields": ["map"]}
+
+    def write(*levels: int) -> None:
+        samples = [(picture(n, 12, 12), n, np.full((12, 12), level)) for n, level in enumerate(levels)]
+        convert(samples, path, fields={"map": "mask"})
+
+    write(3, 300)
+    words = "sample 1.* class index 300, .* Convert the data with another first sample, whose mask has"
+    with FFCVLoader(path, **options) as loader, pytest.raises(BetonError, match=words):
+        next(iter(loader))
+    write(300, 3)
+    with FFCVLoader(path, **options) as loader:
+        assert next(iter(loader))[2].amax((1, 2)).tolist() == [300, 3]
+
+
 def test_a_damaged_mask_is_an_error_or_another_sample(file: Path, tmp_path: Path) -> None:
     copy = tmp_path / "damaged.beton"
     copy.write_bytes(file.read_bytes())
@@ -224,9 +240,8 @@ def test_a_first_mask_that_is_damaged_can_be_excluded(kind: Any, file: Path, tmp
 
 
 def test_a_png_of_a_field_that_is_no_mask(tmp_path: Path) -> None:
-    buffer = io.BytesIO()
-    Image.fromarray(picture(1, 12, 12)).save(buffer, "PNG")
-    samples = [(picture(n, 12, 12), n, buffer.getvalue()) for n in range(4)]
+    png = file_bytes(picture(1, 12, 12), "PNG")
+    samples = [(picture(n, 12, 12), n, png) for n in range(4)]
     path = tmp_path / "a.beton"
     convert(samples, path, fields={"map": "bytes"})
     with pytest.raises(BetonError, match=r"sample 0.*its mask 'map': it is a PNG that is RGB"):

@@ -1,6 +1,5 @@
 """Limits of time and memory: stopped loads end, coefficients are counted, repeated scans are refused everywhere."""
 
-import io
 import json
 import os
 import signal
@@ -17,15 +16,13 @@ from drivetrain.loaders import FFCVLoader, convert, open_beton, verify
 from drivetrain.loaders.conversion.encode import Encoding, encode_image
 from drivetrain.loaders.native import jpegs
 from drivetrain.loaders.native.stop import Stop
-from loader_pictures import image_folder, run_script
+from loader_pictures import file_bytes, image_folder, run_script
 from PIL import Image
 
 
 def progressive(side: int, scans: int) -> bytes:
     """A flat progressive picture with the scan of its DC values so many times."""
-    file = io.BytesIO()
-    Image.new("RGB", (side, side), "teal").save(file, "JPEG", progressive=True)
-    data = file.getvalue()
+    data = file_bytes(Image.new("RGB", (side, side), "teal"), "JPEG", progressive=True)
     begin = data.index(b"\xff\xda")
     head = begin + 2 + int.from_bytes(data[begin + 2 : begin + 4], "big")
     end = next(at for at in range(head, len(data)) if data[at] == 0xFF and data[at + 1] != 0)

@@ -1,6 +1,7 @@
 """Crops of JPEGs of every sampling, decoded at a smaller size, have the pixels of the whole, as Pillow decodes it."""
 
 import io
+import subprocess
 from pathlib import Path
 
 import native_fuzz
@@ -52,3 +53,10 @@ def test_a_library_of_other_sources_is_one_sentence(tmp_path: Path, monkeypatch:
     with pytest.raises(library.DrivetrainError, match=r"built from other sources than this version .* make"):
         library.library.__wrapped__()
     assert library.library().dt_interface is not None
+
+
+def test_gcc_before_10_compiles_it() -> None:
+    """Which lacks `__has_builtin`."""
+    command = ["gcc", "-std=gnu11", "-fsyntax-only", "-U__has_builtin", native_fuzz.NATIVE / "resize.c"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
