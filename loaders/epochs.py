@@ -98,6 +98,7 @@ class EpochLoader(ABC):
         self._next_epoch, self._resume_at = 0, 0
         self._epoch, self._position = 0, 0
         self._version = NEWEST
+        self._kept_block: int | None = None  # of a resumed run in quasi-random order
         self._running = 0  # number of the active iteration; a new one, or close(), ends older ones
 
     @abstractmethod
@@ -330,9 +331,8 @@ class EpochLoader(ABC):
         if own.order == "random":
             return shuffled(given, **key)
         if own.order == "quasi_random":
-            block = require_pages(self.beton).samples_on_a_page
             batch = own.batch_size if self.order_version > 2 else None
-            return in_runs(given, **key, block=block, window=WINDOW * own.batch_size, batch_size=batch)
+            return in_runs(given, **key, block=self._block, window=WINDOW * own.batch_size, batch_size=batch)
         return given
 
     def _array_order(self, epoch: int) -> Order:
@@ -366,6 +366,12 @@ class EpochLoader(ABC):
         if weighted or self._parts:
             return 5 if self._version > 4 else 1
         return min(self._version, 3)
+
+    @property
+    def _block(self) -> int:
+        """How many samples quasi-random order keeps together: about a page of the files with which the run began. Other
+        files of the same samples, such as several instead of one, have others on a page."""
+        return self._kept_block or require_pages(self.beton).samples_on_a_page
 
     @property
     def _near(self) -> bool:
@@ -539,9 +545,10 @@ class EpochLoader(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's position: the epoch, and how many of its global batches have been yielded."""
         own, mix = self.settings, {"weights": self._weights} if self._weighted else {}
+        block = {"block": self._block} if self._near else {}
         position = {"epoch": self._epoch, "position": self._position, "seed": own.seed}
         data = {"batch_size": own.batch_size, "samples": len(self._indices), "order": own.order}
-        return {**position, **data, "order_version": self.order_version, "batches": len(self), **mix}
+        return {**position, **data, "order_version": self.order_version, "batches": len(self), **block, **mix}
 
     def load_state_dict(self, state: dict[str, Any], *, within: bool = False) -> None:
         """Continue right after the last batch of `state`, the result of `state_dict`, also on another number of ranks.
@@ -557,7 +564,8 @@ class EpochLoader(ABC):
             raise DataError(f"{state!r:.80} is not a loader's state. Pass the result of state_dict().")
         own = {"weights": [], **self.state_dict()}
         # States of older versions lack some, and continue in the order that these had.
-        state = {"batches": len(self), "weights": [], "order_version": 1, **state}
+        block = {"block": self._block} if self._near else {}
+        state = {"batches": len(self), "weights": [], "order_version": 1, **block, **state}
         for key, value in own.items():
             given = state.get(key)
             if type(given) is not type(value) or (isinstance(given, int) and given < 0):
@@ -573,7 +581,7 @@ class EpochLoader(ABC):
                 f"The loader's state has order_version={state['order_version']}, and this version of Drivetrain knows "
                 f"1 to {NEWEST}. Resume with the version that wrote it, or start a new epoch with set_epoch."
             )
-        self._version = state["order_version"]
+        self._version, self._kept_block = state["order_version"], state.get("block")
         finished = state["position"] >= min(state["batches"], len(self))
         if finished and state["position"] < state["batches"] and not self.settings.drop_last:
             raise DataError(

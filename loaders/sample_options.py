@@ -82,6 +82,12 @@ class SampleOptions(Config):
             value is not None for value in (self.indices, self.per_class, self.limit, self.balance)
         )
 
+    @property
+    def value_files(self) -> tuple[str, ...]:
+        """The files from which the values of `indices` and `balance` are read."""
+        given = (self.indices, None if self.balance == "class" else self.balance)
+        return tuple(str(value) for value in given if isinstance(value, str | Path))
+
     def describe(self) -> str:
         """Return what is selected, for the plan; empty if nothing is."""
         chosen = []

@@ -105,18 +105,37 @@ def expand(pattern: str) -> tuple[str, ...]:
 
 
 def _expanded(pattern: str) -> Iterator[str]:
-    match = re.search(r"\{(?:(\d+)\.\.(\d+)|[^{}]*,[^{}]*)\}", pattern)
-    if match is None:
-        yield pattern
-        return
+    for brace in re.finditer("{", pattern):
+        if (found := _choice(pattern, brace.end())) is not None:
+            options, end = found
+            for option in options:
+                for inner in _expanded(option):  # which may have braces of its own
+                    yield from _expanded(pattern[: brace.start()] + inner + pattern[end:])
+            return
+    yield pattern
+
+
+def _choice(pattern: str, start: int) -> tuple[Iterable[str], int] | None:
+    """Return what the braces whose content begins at `start` choose from, and where they end; None if they are a part
+    of the name."""
+    parts, begin, depth = list[str](), start, 0
+    for at, letter in enumerate(pattern[start:], start):
+        if depth == 0 and letter in ",}":
+            parts.append(pattern[begin:at])
+            begin = at + 1
+            if letter == "}":
+                break
+        depth += (letter == "{") - (letter == "}")
+    else:
+        return None
+    if len(parts) > 1:
+        return parts, begin
+    if (match := re.fullmatch(r"(\d+)\.\.(\d+)", parts[0])) is None:
+        return None
     low, high = match.groups()
-    options: Iterable[str] = match.group()[1:-1].split(",")
-    if low is not None:
-        if int(high) < int(low):
-            raise DataError(f"{pattern}: the range {match.group()} must run upwards.")
-        options = (f"{number:0{len(low)}}" for number in range(int(low), int(high) + 1))
-    for option in options:
-        yield from _expanded(pattern[: match.start()] + option + pattern[match.end() :])
+    if int(high) < int(low):
+        raise DataError(f"{pattern}: the range {{{parts[0]}}} must run upwards.")
+    return (f"{number:0{len(low)}}" for number in range(int(low), int(high) + 1)), begin
 
 
 def in_threads(function: Callable[[T], R], items: Iterable[T]) -> list[R]:

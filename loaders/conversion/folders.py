@@ -57,6 +57,15 @@ def _is_image(name: str) -> bool:
     return os.path.splitext(name)[1].lower() in EXTENSIONS  # noqa: PTH122
 
 
+def _is_stray(path: Path) -> bool:
+    """Whether it is an image directly in the folder of the classes. Other files there, as tables, are no samples."""
+    return _is_image(path.name) and not _is_hidden(path.name) and not path.is_dir()
+
+
+def why_ignored(path: str) -> str:
+    return "in no folder of a class" if _is_image(path) else "not an image by its suffix"
+
+
 def _in_order(paths: list[str]) -> list[str]:
     return sorted(paths, key=lambda path: path.split(os.sep))  # noqa: PTH206
 
@@ -88,7 +97,7 @@ def refuse_odd_names(classes: Sequence[str], remedy: str = "Rename it, or its fo
 
 class PictureFiles:
     """Samples that each have a file of their own, by whose path messages name them. `ignored`: the other files in the
-    folder, which are not images by their suffixes."""
+    folder, which are not images by their suffixes, or have no class."""
 
     _files: list[str]  # strings, not Path objects: a tenth of the memory
     ignored: list[str]
@@ -121,7 +130,8 @@ class FolderSource(PictureFiles):
             raise DataError(f"{root} contains no folders. Put the images of each class into a separate folder there.")
         self.root, self.classes = root, [folder.name for folder in folders]
         self._numbers = class_numbers(root, self.classes, classes)
-        self.ignored, self._files = [], []
+        self.ignored = [str(path) for path in sorted(root.iterdir()) if _is_stray(path)]
+        self._files = []
         self._starts = array("q")  # first index of each class in `_files`
         for folder in folders:
             files, others = files_below(folder)

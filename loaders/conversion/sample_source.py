@@ -10,7 +10,7 @@ import threading
 from array import array
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -64,15 +64,26 @@ def open_source(
     if isinstance(source, str | Path):
         _refuse_fields(fields, "folder")
         return FolderSource(Path(source), classes)
-    if isinstance(source, tuple) and len(source) == 2 and all(hasattr(part, "shape") for part in source):
+    if isinstance(source, tuple) and len(source) == 2 and hasattr(source[0], "shape") and _are_labels(source[1]):
         _refuse_fields(fields, "pair of arrays")
         return ArraySource(*source)
+    if isinstance(source, Mapping) and source and 0 not in source:  # such as Hugging Face's of all splits
+        first, *others = map(repr, source)
+        more = f" and {len(others)} more" if others else ""
+        raise DataError(
+            f"A {type(source).__name__} with the keys {first}{more} has no sample 0. If it has data sets, convert each "
+            f"of them to a file of its own: convert(data[{first}], 'train.beton')."
+        )
     if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
         return DatasetSource(source, fields, classes)
     raise DataError(
         f"A {type(source).__name__} cannot be converted. Pass a folder with one folder per class, .tar shards, a "
         "pair of arrays (images, labels), or a data set with len() and [index] that returns (image, label)."
     )
+
+
+def _are_labels(labels: Any) -> bool:
+    return hasattr(labels, "shape") or isinstance(labels, list)
 
 
 def _refuse_fields(fields: Sequence[str], kind: str) -> None:
@@ -83,13 +94,21 @@ def _refuse_fields(fields: Sequence[str], kind: str) -> None:
 
 class ArraySource(SampleSource):
     """A pair of arrays: images `(N, H, W, C)`, `(N, C, H, W)` or `(N, H, W)`, uint8 or uint16; and labels `(N,)`,
-    `(N, K)`, or masks, `(N, H, W)`."""
+    `(N, K)`, or masks, `(N, H, W)`, which may also be a list."""
 
     kind = "arrays"
 
     def __init__(self, images: Any, labels: Any) -> None:
         if hasattr(labels, "to_numpy"):  # of pandas, which would index them by their names, not by their places
             labels = labels.to_numpy()
+        if isinstance(labels, list):
+            try:
+                labels = np.asarray(labels)
+            except ValueError:
+                raise DataError(
+                    "The labels are a list of values that differ in shape. Pass one number, or one vector of K, "
+                    "per image; masks of other sizes as a data set of (image, mask)."
+                ) from None
         dtype = str(images.dtype).removeprefix("torch.")
         if dtype not in ("uint8", "uint16") or len(images.shape) not in (3, 4):
             raise DataError(

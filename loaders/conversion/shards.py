@@ -247,8 +247,8 @@ def _report(out: str | Path, kept: Sequence[_Kept], reports: Sequence[ConvertRep
     for each in (*(one.manifest["stored"] for one in kept), *(one.treatments for one in reports)):
         treatments.update(each)
     modes = Counter[str]()
-    for one in reports:
-        modes.update(one.modes)
+    for each in (*(one.manifest.get("modes", {}) for one in kept), *(one.modes for one in reports)):
+        modes.update(each)
     before = sum(one.manifest["samples"] for one in kept)
     return ConvertReport(
         path=str(out) if is_address(str(out)) else Path(out), samples=before + sum(one.samples for one in reports),

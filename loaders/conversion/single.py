@@ -21,7 +21,7 @@ from ..beton.targets import MOVING, STORED_AS
 from ..native.stop import Stopped, stoppable
 from ..sources import expand
 from .encode import Encoding, encode_image, image_field
-from .folders import refuse_odd_names
+from .folders import refuse_odd_names, why_ignored
 from .sample_source import SampleSource, open_source
 from .values import Colors, Stored, infer_field, label_field, store_label, store_target, store_value
 from .writer import Sample, Skipped, write_betons
@@ -43,7 +43,7 @@ class ConvertReport:
         treatments: number of images by treatment, e.g. `{"copied unchanged": 390, "scaled down": 2}`.
         modes: number of images stored as `"jpg"` and as `"raw"` pixels.
         skipped: `(sample, reason)` of each skipped sample (`on_error="skip"` only).
-        ignored: files in a folder's classes that are not images by their suffixes.
+        ignored: files in a folder's classes that are not images by their suffixes, and images that are in none of them.
         size: of the files, in bytes.
         seconds: duration of the conversion.
         kept: how many of the samples are in files that an earlier call had completed (with an `engine`).
@@ -84,7 +84,7 @@ class ConvertReport:
         if len(self.fields) > 2 or self.fields.get("label") == "mask":
             lines.append(f"  fields: {', '.join(f'{name} ({kind})' for name, kind in self.fields.items())}")
         lines += shortened([f"  skipped {name}: {reason}" for name, reason in self.skipped], verbose)
-        lines += shortened([f"  ignored {name}: not an image by its suffix" for name in self.ignored], verbose)
+        lines += shortened([f"  ignored {name}: {why_ignored(name)}" for name in self.ignored], verbose)
         if len(self.classes) > 1 and _SPLITS.issuperset(map(str.lower, self.classes)):
             commands = "; ".join(f"drivetrain convert FOLDER/{name} {name}.beton" for name in self.classes)
             lines.append(

@@ -207,6 +207,7 @@ def write_betons(
                 "fields": {field.name: field.kind for field in columns.fields},
                 "page_size": pages.size,
                 "stored": dict(part.treatments.most_common()),
+                "modes": dict(part.modes),
                 **about,
                 "classes": written.classes,
                 **({"colors": colors} if (colors := _listed(part.colors)) else {}),

@@ -21,6 +21,7 @@ from drivetrain.loaders.advice.report import Rate, Row, bound, by_loss, bytes_te
 from drivetrain.loaders.advice.sample import converted, disk_rate, loading_rate, open_data_set
 from loader_pictures import jpeg_bytes, jpeg_folder, picture
 from PIL import Image
+from process_state import wait_until
 
 QUICK: dict[str, Any] = {"image_size": 32, "seconds": 1.5, "progress": False}
 
@@ -245,11 +246,7 @@ def test_an_interrupt_leaves_nothing(photos: Path, scratch: Path, delay: float) 
     program = Path(sys.executable).with_name("drivetrain")
     command = [program, "advise", photos, "--scratch", scratch, "--image-size", "32", "--seconds", "60"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 60
-        while not list(scratch.glob("*/0.beton")):
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        wait_until(lambda: list(scratch.glob("*/0.beton")), process)
         time.sleep(delay)
         process.send_signal(signal.SIGINT)
         _, line = process.communicate(timeout=30)

@@ -284,6 +284,14 @@ def test_the_preprocessing_takes_other_pictures() -> None:
             crop(bad)
 
 
+@pytest.mark.parametrize("kind", ["bfloat16", "float16", "bool"])
+def test_tensors_of_other_types_are_refused(kind: str) -> None:
+    """Also of those that NumPy lacks."""
+    gray = Evaluation(LoaderOptions(batch_size=1, image_size=8, mean=(0.5,), std=(0.2,)))
+    with pytest.raises(DataError, match=f"An image does not suit the model: its pixels are {kind}, but 'L' has uint8"):
+        gray(torch.zeros(8, 8, dtype=getattr(torch, kind)))
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_batches_for_a_gpu(files: Files, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes are normalized there, 16 bits before; the results are the same."""

@@ -298,6 +298,15 @@ def test_what_is_no_picture(tmp_path: Path) -> None:
     assert repr(make) == "Evaluation(16 × 16, ratio=0.875, interpolation='bilinear')"
 
 
+def test_a_mask_of_another_size_is_refused() -> None:
+    prepare, pixels = Evaluation(LoaderOptions(batch_size=1, image_size=16)), picture(0, 40, 30)
+    image, mask = prepare(pixels, torch.ones(40, 30, dtype=torch.uint8))
+    assert (image.shape, mask.shape, mask.unique().tolist()) == ((3, 16, 16), (16, 16), [1])
+    for shape in ((20, 15), (80, 60), (30, 40), (1, 40, 30)):
+        with pytest.raises(DataError, match=r"A mask has the shape .* but its picture has 40 × 30 pixels"):
+            prepare(pixels, torch.ones(shape, dtype=torch.uint8))
+
+
 @pytest.mark.parametrize("mode", ["L", "RGBA", "I;16"])
 def test_other_channels_and_bits(tmp_path: Path, mode: str) -> None:
     (tmp_path / "images" / "a").mkdir(parents=True)

@@ -15,8 +15,12 @@ import pytest
 from drivetrain.common import exhaustion as exhaustion_module
 from drivetrain.common.errors import DataError
 from drivetrain.common.exhaustion import exhaustion, is_exhaustion, more_descriptors
-from drivetrain.loaders import convert
-from loader_pictures import jpeg_beton, run_python
+from drivetrain.loaders import TorchLoader, convert, open_beton
+from drivetrain.loaders.decode.preprocess import Evaluation
+from drivetrain.loaders.native import jpegs
+from drivetrain.loaders.options import LoaderOptions
+from loader_pictures import jpeg_beton, jpeg_bytes, make, picture, run_python
+from PIL import Image
 from torch.utils.data import Dataset
 
 STARVED = r"""
@@ -223,3 +227,33 @@ def test_conversion_without_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(DataError, match=r"can't start new thread.*Use fewer workers"):
         convert((images, np.arange(3)), tmp_path / "x.beton")
     assert not any(tmp_path.iterdir())
+
+
+def test_a_jpeg_for_which_there_is_no_memory_is_not_damaged() -> None:
+    """Else `verify` reports it, and `convert` compresses it again. All coefficients of this one would take 1.2 GB."""
+    small, side = jpeg_bytes(picture(0, 64, 64), progressive=True, subsampling=2), 20_000
+    at = small.index(b"\xff\xc2") + 5  # its height and width
+    large = small[:at] + 2 * side.to_bytes(2, "big") + small[at + 4 :]
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), before[1]))
+    try:
+        with pytest.raises(MemoryError, match="no memory to decode a JPEG"):
+            jpegs.decodes(large, side, side)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def test_a_picture_for_which_pillow_has_no_memory_is_not_damaged(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    folder = photos.parent / "photos-images"
+    beton, prepare = open_beton(photos), Evaluation(LoaderOptions(batch_size=1, image_size=16))
+    monkeypatch.setattr(Image, "open", refused)
+    for read in (lambda: beton.image(0), lambda: prepare(next(folder.glob("*/*.jpg")))):
+        with pytest.raises(MemoryError):
+            read()
+    for source in (photos, folder):
+        with make(TorchLoader, source) as loader, pytest.raises(DataError, match=r"^The system has too little memory"):
+            next(iter(loader))

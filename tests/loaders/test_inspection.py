@@ -1,7 +1,5 @@
 """`inspect`, `verify` and the contact sheet, on real files and on damaged ones."""
 
-import io
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -9,15 +7,14 @@ import pytest
 from command_line import call
 from drivetrain import BetonError, DataError
 from drivetrain.loaders import contact_sheet, convert, inspect, open_beton, verify
-from loader_pictures import jpeg_bytes, jpeg_folder, picture, raw_pictures
+from loader_pictures import jpeg_beton, jpeg_bytes, npy_bytes, picture, raw_pictures, tar_file
 from PIL import Image
 
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
     """Eighteen JPEGs of three classes."""
-    convert(jpeg_folder(tmp_path / "photos"), tmp_path / "photos.beton")
-    return tmp_path / "photos.beton"
+    return jpeg_beton(tmp_path / "photos.beton")
 
 
 def damage(path: Path, sample: int, *, offset: float) -> None:
@@ -138,19 +135,13 @@ def test_an_unsound_structure_is_an_error(photos: Path) -> None:
 def test_command_line_with_shards_fields_and_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kind of input of `convert`, then the result of `inspect`."""
     for number in range(2):
-        with tarfile.open(tmp_path / f"s-{number}.tar", "w") as tar:
-            for key in range(3):
-                members = {
-                    "jpg": jpeg_bytes(picture(key, 80, 100)), "cls": b"%d" % key, "txt": b"word" * key,
-                    "npy": b"",
-                }  # fmt: skip
-                buffer = io.BytesIO()
-                np.save(buffer, np.full(4, key, np.float32))
-                members["npy"] = buffer.getvalue()
-                for extension, data in members.items():
-                    info = tarfile.TarInfo(f"{key}.{extension}")
-                    info.size = len(data)
-                    tar.addfile(info, io.BytesIO(data))
+        members: dict[str, bytes] = {}
+        for key in range(3):
+            members |= {
+                f"{key}.jpg": jpeg_bytes(picture(key, 80, 100)), f"{key}.cls": b"%d" % key,
+                f"{key}.txt": b"word" * key, f"{key}.npy": npy_bytes(np.full(4, key, np.float32)),
+            }  # fmt: skip
+        tar_file(tmp_path / f"s-{number}.tar", members)
 
     monkeypatch.chdir(tmp_path)
     done = call(

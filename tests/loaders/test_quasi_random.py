@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from drivetrain.common.errors import DataError
-from drivetrain.loaders import FFCVLoader, TorchLoader, epochs
+from drivetrain.loaders import FFCVLoader, TorchLoader, convert, epochs
 from drivetrain.loaders.beton.data_set import BetonFiles
 from drivetrain.loaders.beton.manifest import manifest_path
 from drivetrain.loaders.order.arrays import array_order, by_weight, mixed_array
@@ -132,6 +132,22 @@ def test_a_state_of_version_2_keeps_its_quasi_random_order(photos: Path) -> None
     order = in_runs(unshuffled(range(18)), seed=3, epoch=1, block=pages, window=WINDOW * 4)
     assert kept.tolist() == order.at(np.arange(18)).tolist()
     assert new.tolist() != kept.tolist()
+
+
+def test_a_run_keeps_its_quasi_random_order_with_other_files_of_the_same_samples(tmp_path: Path) -> None:
+    """Each file begins with its tables, so that several have more bytes than one, and fewer samples on a page."""
+    images, labels = np.zeros((60, 256, 256, 3), np.uint8), np.arange(60)
+    one, several = tmp_path / "one.beton", tmp_path / "{a,b}.beton"
+    for path in (one, several):
+        convert((images, labels), path, write_mode="raw", progress=False)
+    with loader(one, order="quasi_random") as made:
+        state = made.state_dict() | {"epoch": 1, "position": 3}
+        expected = [np.concatenate(made.shares(epoch)).tolist() for epoch in (1, 2)]
+    with loader(several, order="quasi_random") as other:
+        assert np.concatenate(other.shares(1)).tolist() != expected[0]
+        other.load_state_dict(state)
+        assert [np.concatenate(other.shares(epoch)).tolist() for epoch in (1, 2)] == expected
+        assert other.state_dict() == state
 
 
 @settings(deadline=None, max_examples=60)

@@ -1,7 +1,6 @@
 """Compatibility with stock FFCV: it reads our files with the same pixels, we read its files, and both loaders run in
 one process, although a stock one changes types that numba shares."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 from drivetrain.loaders import FFCVLoader, convert, open_beton
 from loader_pictures import jpeg_beton, jpeg_bytes, jpeg_folder, picture, raw_pictures, run_script
 from PIL import Image
+from process_state import output_of
 
 pytestmark = pytest.mark.process
 
@@ -132,9 +132,5 @@ print(stock(path), len(after[0]))
 @pytest.mark.slow
 def test_both_loaders_in_one_process(tmp_path: Path, first: str) -> None:
     path = jpeg_beton(tmp_path / "photos.beton")
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, path, "resized", first],
-        cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["18", "18"]
+    printed = output_of(sys.executable, "-c", PROGRAM, path, "resized", first, timeout=200, cwd=tmp_path)
+    assert printed.split() == ["18", "18"]

@@ -21,19 +21,13 @@ from drivetrain.common.errors import BetonError, DataError
 from drivetrain.loaders import FFCVLoader, StockFFCVLoader, convert, device, stock_loader
 from held import grown, settled
 from late_streams import LateStreams
-from loader_pictures import jpeg_beton, raw_pictures
+from loader_pictures import raw_pictures
 
 COUNT, SIDE = 23, 12
 PHOTOS: dict[str, Any] = {"batch_size": 4, "image_size": 32, "train": False, "dtype": torch.uint8}
 NUMBERED: dict[str, Any] = {"batch_size": 4, "image_size": SIDE, "seed": 3, "scale": (1, 1), "ratio": (1, 1)}
 
 pytestmark = pytest.mark.long
-
-
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """JPEGs of several sizes."""
-    return jpeg_beton(tmp_path_factory.mktemp("stock") / "photos.beton")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """TorchLoader, implemented with PyTorch, yields the samples and batches of FFCVLoader, with nearly the same values."""
 
 import os
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from drivetrain.loaders import FFCVLoader, TorchLoader, convert, open_beton
 from drivetrain.loaders.sample_options import SampleOptions
 from loader_pictures import image_folder, make, picture, raw_pictures, same
 from PIL import Image
-from process_state import running_children, wait_until_ended
+from process_state import run, running_children, wait_until_ended
 from torchvision.datasets import ImageFolder, VisionDataset
 from torchvision.transforms import Compose
 
@@ -219,11 +218,9 @@ with TorchLoader({str(photos)!r}, batch_size=6, image_size=16, workers=1) as loa
     print(len(list(loader)), len(list(loader)))
 print(__file__)
 """)
-    command = [sys.executable, str(script)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
-    assert (run.returncode, run.stderr) == (0, "")
-    assert run.stdout == f"begin\n3 3\n{script}\n"
+    done = run(sys.executable, script, timeout=100, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"begin\n3 3\n{script}\n"
 
 
 class Awkward:
@@ -364,10 +361,8 @@ if __name__ == "__main__":
     with TorchLoader(data, batch_size=6, image_size=16, workers=1, order="sequential") as loader:
         print([labels.unique().tolist() for _, labels in loader])
 """)
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
-    assert (run.returncode, run.stdout) == (0, "[[2], [1], [0]]\n"), run.stderr
+    done = run(sys.executable, script, timeout=100, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert (done.returncode, done.stdout) == (0, "[[2], [1], [0]]\n"), done.stderr
 
 
 def test_data_set_that_raises() -> None:

@@ -133,11 +133,20 @@ def test_folders_that_hold_nothing(tmp_path: Path) -> None:
         (IMAGES, LABELS + (1 << 40), "sample 0: its label is 1099511627776"),
         (IMAGES, LABELS > 2, "sample 0: its label is False"),
         (IMAGES, np.array(list("abcde")), "sample 0: its label is 'a'"),
+        (IMAGES, list("abcde"), "sample 0: its label is 'a'"),
+        (IMAGES, [0, 1, 2], "5 images and 3 labels"),
+        (IMAGES, [[0], [0, 1], [1], [1], [0]], "labels are a list of values that differ in shape"),
         (IMAGES, LABELS.astype(complex), "sample 0: its label is 0j"),
     ],
 )
 def test_arrays(tmp_path: Path, images: Any, labels: Any, words: str) -> None:
     refused((images, labels), tmp_path, words)
+
+
+@pytest.mark.parametrize("labels", [LABELS, LABELS / 2, np.eye(5)[LABELS]], ids=["classes", "targets", "vectors"])
+def test_labels_in_a_list(tmp_path: Path, labels: Any) -> None:
+    convert((IMAGES, labels.tolist()), tmp_path / "out.beton", progress=False)
+    assert np.array_equal(open_beton(tmp_path / "out.beton").labels, labels)
 
 
 def test_labels_of_which_none_has_a_class(tmp_path: Path) -> None:
@@ -257,6 +266,14 @@ def test_a_label_without_a_class_after_skipped_samples(tmp_path: Path, out: str,
 @pytest.mark.parametrize("source", [7, None, object(), {1, 2}, iter([1])], ids=lambda value: type(value).__name__)
 def test_what_is_no_source(tmp_path: Path, source: Any) -> None:
     refused(source, tmp_path, "cannot be converted. Pass a folder")
+
+
+def test_a_dict_of_data_sets(tmp_path: Path) -> None:
+    """As Hugging Face returns them if no split is named."""
+    parts = {"train": [(IMAGES[0], 0)], "test": [(IMAGES[1], 1)]}
+    refused(parts, tmp_path, r"A dict with the keys 'train' and 1 more has no sample 0\. .* convert\(data\['train'\], ")
+    numbered = {number: (IMAGES[number], number) for number in range(3)}
+    assert convert(numbered, tmp_path / "out.beton", progress=False).samples == 3
 
 
 class Awkward:

@@ -1,14 +1,12 @@
 """`convert(engine="shards")` and `"ray"`: a file of each shard, complete at once; a second call converts the others."""
 
 import contextlib
-import io
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 import warnings
@@ -25,8 +23,9 @@ from drivetrain.loaders import convert, open_beton
 from drivetrain.loaders.beton.data_set import open_files
 from drivetrain.loaders.conversion import shards
 from drivetrain.loaders.conversion.on_ray import warn_if_too_many
-from loader_pictures import jpeg_bytes, picture
+from loader_pictures import jpeg_bytes, picture, tar_file
 from object_store import Store, object_store
+from process_state import run
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -35,14 +34,12 @@ IN, OUT = "in/{00..03}.tar", "out/{00..03}.beton"
 
 
 def write_shard(path: Path, first: int, labels: list[Any] | None = None, samples: int = EACH) -> None:
-    with tarfile.open(path, "w") as tar:
-        for number in range(first, first + samples):
-            label = number % 3 if labels is None else labels[number - first]
-            parts = ("jpg", jpeg_bytes(picture(number, 40, 50))), ("cls", json.dumps(label).encode())
-            for extension, data in parts:
-                member = tarfile.TarInfo(f"{number:04}.{extension}")
-                member.size = len(data)
-                tar.addfile(member, io.BytesIO(data))
+    members = {}
+    for number in range(first, first + samples):
+        label = number % 3 if labels is None else labels[number - first]
+        members[f"{number:04}.jpg"] = jpeg_bytes(picture(number, 40, 50))
+        members[f"{number:04}.cls"] = json.dumps(label).encode()
+    tar_file(path, members)
 
 
 @pytest.fixture
@@ -99,7 +96,7 @@ def test_a_second_call_converts_what_is_missing_damaged_or_changed() -> None:
     before = times()
     again = by_shard()
     assert (again.samples, again.kept, again.size) == (20, 20, first.size)
-    assert again.treatments == first.treatments
+    assert (again.treatments, again.modes) == (first.treatments, first.modes) == ({"copied unchanged": 20}, {"jpg": 20})
     assert again.fields == first.fields
     assert times() == before
     Path("out/00.beton").unlink()
@@ -320,9 +317,7 @@ def test_on_ray() -> None:
     own = {"HOME": folder, "RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled", "PYTHONPATH": paths}
     Path("out/03.beton").touch()  # of somebody else
     try:
-        printed = subprocess.run(
-            [sys.executable, "-c", RAY], env=os.environ | own, capture_output=True, text=True, timeout=300
-        )
+        printed = run(sys.executable, "-c", RAY, env=os.environ | own, timeout=300)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     assert printed.returncode == 0, printed.stderr

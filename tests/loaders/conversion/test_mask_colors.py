@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from drivetrain.common.errors import BetonError
 from drivetrain.loaders import FFCVLoader, contact_sheet, convert, open_beton
 from drivetrain.loaders.beton.data_set import open_files
 from drivetrain.loaders.beton.targets import palette
-from loader_pictures import picture
+from loader_pictures import file_bytes, picture
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -32,12 +32,6 @@ def mask(values: Any, colors: Any = None) -> Image.Image:
     return shown
 
 
-def png(image: Image.Image) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    return buffer.getvalue()
-
-
 def manifest(path: Path) -> dict[str, Any]:
     made: dict[str, Any] = json.loads(Path(f"{path}.json").read_bytes())
     return made
@@ -52,7 +46,7 @@ def write(path: Path, *masks: Any, **options: Any) -> list[str] | None:
     return own.get("label")
 
 
-@pytest.mark.parametrize("form", [lambda image: image, png], ids=["Pillow", "PNG"])
+@pytest.mark.parametrize("form", [lambda image: image, partial(file_bytes, form="PNG")], ids=["Pillow", "PNG"])
 def test_the_colors_of_the_classes_that_are_there(form: Any, tmp_path: Path) -> None:
     """Of all masks, also if the first has fewer colors; of class 11, which is not there, none."""
     few = form(mask([0, 1], {0: SKY, 1: ROAD}))
@@ -64,7 +58,7 @@ def test_the_colors_of_the_classes_that_are_there(form: Any, tmp_path: Path) -> 
 def test_masks_without_colors_keep_none(tmp_path: Path) -> None:
     plain = np.asarray(mask([0, 1]))
     assert write(tmp_path / "a.beton", plain) is None
-    assert write(tmp_path / "b.beton", png(Image.fromarray(plain))) is None
+    assert write(tmp_path / "b.beton", file_bytes(plain, "PNG")) is None
     assert "colors" not in manifest(tmp_path / "b.beton")
     assert write(tmp_path / "c.beton", plain, mask([1])) == ["", HEX[1]]
 

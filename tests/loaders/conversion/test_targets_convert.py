@@ -1,7 +1,6 @@
 """Masks, boxes and keypoints through `convert`: stored, scaled and turned with the image, shown, and rejected."""
 
 import io
-import tarfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ from drivetrain.loaders import contact_sheet, convert, inspect, open_beton, veri
 from drivetrain.loaders.beton.data_set import open_files
 from drivetrain.loaders.beton.manifest import manifest_path
 from drivetrain.loaders.beton.targets import encode_mask, palette
-from loader_pictures import beton_of, jpeg_bytes, picture, refused, run_script
+from loader_pictures import beton_of, jpeg_bytes, picture, refused, run_script, tar_file
 from loader_stock_masks import COUNT, mask, size
 from PIL import Image, ImageOps
 from torchvision import tv_tensors
@@ -320,17 +319,12 @@ def test_folders_that_do_not_match(folders: tuple[Path, Path], tmp_path: Path) -
 
 
 def test_masks_in_shards(tmp_path: Path) -> None:
-    def add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
-        member = tarfile.TarInfo(name)
-        member.size = len(data)
-        tar.addfile(member, io.BytesIO(data))
-
-    with tarfile.open(tmp_path / "a.tar", "w") as tar:
-        for index in range(COUNT):
-            add(tar, f"{index}.jpg", jpeg_bytes(picture(index, *size(index))))
-            add(tar, f"{index}.mask.png", encode_mask(mask(index)))
-            add(tar, f"{index}.json", str(index).encode())
-    convert(tmp_path / "a.tar", tmp_path / "a.beton", classes=CLASSES)
+    members = {}
+    for index in range(COUNT):
+        members[f"{index}.jpg"] = jpeg_bytes(picture(index, *size(index)))
+        members[f"{index}.mask.png"] = encode_mask(mask(index))
+        members[f"{index}.json"] = str(index).encode()
+    convert(tar_file(tmp_path / "a.tar", members), tmp_path / "a.beton", classes=CLASSES)
     end = call("convert", str(tmp_path / "a.tar"), str(tmp_path / "b.beton"), "--field", "mask.png=mask")
     assert end.code == 0
     one, other = open_beton(tmp_path / "a.beton"), open_beton(tmp_path / "b.beton")

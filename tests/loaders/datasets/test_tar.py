@@ -11,23 +11,7 @@ import pytest
 from drivetrain import DataError
 from drivetrain.loaders import convert, open_beton
 from drivetrain.loaders.conversion.sample_source import expand_shards
-from loader_pictures import beton_of, file_bytes, jpeg_bytes, picture, refused
-
-
-def npy(array: np.ndarray) -> bytes:
-    buffer = io.BytesIO()
-    np.save(buffer, array)
-    return buffer.getvalue()
-
-
-def shard(path: Path, members: dict[str, bytes], form: int = tarfile.GNU_FORMAT) -> Path:
-    """A tar file of these members in this order."""
-    with tarfile.open(path, "w", format=form) as tar:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-    return path
+from loader_pictures import beton_of, file_bytes, jpeg_bytes, npy_bytes, picture, refused, tar_file
 
 
 def sample(key: str, label: int, **further: bytes) -> dict[str, bytes]:
@@ -43,7 +27,7 @@ def shards(tmp_path: Path) -> Path:
         members: dict[str, bytes] = {}
         for label in range(4 * number, 4 * number + 4):
             members |= sample(f"dir/{label:05}", label)
-        shard(tmp_path / f"train-{number:03}.tar", members)
+        tar_file(tmp_path / f"train-{number:03}.tar", members)
     return tmp_path
 
 
@@ -84,7 +68,7 @@ def test_one_shard_a_list_and_any_number_of_workers(shards: Path) -> None:
 @pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_labels(tmp_path: Path, extension: str, text: bytes, label: Any, form: int) -> None:
     key = "a" * (80 if form == tarfile.USTAR_FORMAT else 300)  # long names have headers of their own
-    path = shard(
+    path = tar_file(
         tmp_path / "a.tar",
         {f"{key}.{extension}": text, f"{key}.PNG": file_bytes(picture(1, 9, 9), "PNG")},
         form,
@@ -98,10 +82,10 @@ def test_further_members_are_fields(tmp_path: Path) -> None:
     members: dict[str, bytes] = {}
     for label in range(3):
         members |= sample(
-            f"{label}", label, json=json.dumps({"n": label}).encode(), npy=npy(np.full((2, 2), label, "<f4")),
+            f"{label}", label, json=json.dumps({"n": label}).encode(), npy=npy_bytes(np.full((2, 2), label, "<f4")),
             txt=b"words " * label, **{"seg.png": file_bytes(picture(label, 8, 8), "PNG")},
         )  # fmt: skip
-    path = shard(tmp_path / "a.tar", members)
+    path = tar_file(tmp_path / "a.tar", members)
     some = np.array([2, 0])
     beton = beton_of(path, tmp_path / "a.beton", fields=["json", "npy", "txt", "seg.png"])
     assert list(beton.fields.values())[2:] == ["json", "ndarray", "bytes", "bytes"]
@@ -116,11 +100,11 @@ def test_a_further_field_is_the_image_only_if_there_is_no_other(tmp_path: Path) 
     """Such as masks in PNG of pictures in WebP, which is looked for after it."""
     image, mask = picture(1, 8, 9), np.full((8, 9), 1, np.uint8)
     members = {"0.webp": file_bytes(image, "WEBP", lossless=True), "0.png": file_bytes(mask, "PNG"), "0.cls": b"3"}
-    beton = beton_of(shard(tmp_path / "a.tar", members), tmp_path / "a.beton", fields={"png": "mask"})
+    beton = beton_of(tar_file(tmp_path / "a.tar", members), tmp_path / "a.beton", fields={"png": "mask"})
     assert np.array_equal(np.asarray(beton.image(0)), image)
     assert np.array_equal(beton.mask("png", 0), mask)
     members = {"0.png": file_bytes(image, "PNG"), "0.cls": b"3"}
-    beton = beton_of(shard(tmp_path / "b.tar", members), tmp_path / "b.beton", fields=["png"])
+    beton = beton_of(tar_file(tmp_path / "b.tar", members), tmp_path / "b.beton", fields=["png"])
     assert np.array_equal(np.asarray(beton.image(0)), image)
     assert beton.read("png", np.array([0])) == [members["0.png"]]
 
@@ -129,13 +113,13 @@ def test_several_json_members(tmp_path: Path) -> None:
     values = {"boxes.json": [[1, 2, 30, 40]], "points.json": [[5, 6], [7, 8]], "meta.json": {"n": 3}}
     kinds = {"boxes.json": "boxes", "points.json": "keypoints", "meta.json": "json"}
     further = {name: json.dumps(value).encode() for name, value in values.items()}
-    path = shard(tmp_path / "a.tar", sample("0", 0, **further) | sample("1", 1, **further))
+    path = tar_file(tmp_path / "a.tar", sample("0", 0, **further) | sample("1", 1, **further))
     beton = beton_of(path, tmp_path / "a.beton", fields=kinds)
     assert beton.targets == {"boxes.json": "boxes", "points.json": "keypoints"}
     for name, value in values.items():
         assert beton.read(name, np.array([1])) == [value]
     for name, words in (("boxes.json", "its boxes 'boxes.json': Expecting value"), ("meta.json", "should be json")):
-        path = shard(tmp_path / "b.tar", sample("0", 0, **further) | sample("1", 1, **further | {name: b"no"}))
+        path = tar_file(tmp_path / "b.tar", sample("0", 0, **further) | sample("1", 1, **further | {name: b"no"}))
         refused(path, tmp_path, f"key 1: .*{words}", fields=kinds)
 
 
@@ -153,7 +137,7 @@ def test_several_json_members(tmp_path: Path) -> None:
 )
 def test_sample_that_lacks_something(tmp_path: Path, change: dict[str, bytes | None], words: str) -> None:
     members = sample("a", 0) | sample("b", 1) | sample("c", 2) | change
-    path = shard(tmp_path / "x.tar", {name: data for name, data in members.items() if data is not None})
+    path = tar_file(tmp_path / "x.tar", {name: data for name, data in members.items() if data is not None})
     refused(path, tmp_path, rf"x\.tar: key b: {words}")
     report = convert(path, tmp_path / "a.beton", on_error="skip")
     assert [name for name, _ in report.skipped] == [f"{path}: key b"]
@@ -175,7 +159,7 @@ def test_what_is_no_shard(tmp_path: Path) -> None:
     refused(tmp_path / "none.tar", tmp_path, r"none\.tar does not exist")
     refused(str(tmp_path / "no-{00..02}.tar"), tmp_path, r"no-00\.tar does not exist")
     refused([tmp_path / "words.tar", tmp_path / "none.tar"], tmp_path, "does not exist")
-    refused(shard(tmp_path / "empty.tar", {}), tmp_path, "the tar shards contains no samples|contains no samples")
+    refused(tar_file(tmp_path / "empty.tar", {}), tmp_path, "the tar shards contains no samples|contains no samples")
     twice = tmp_path / "twice.tar"
     with tarfile.open(twice, "w") as tar:
         for _ in range(2):
@@ -183,14 +167,14 @@ def test_what_is_no_shard(tmp_path: Path) -> None:
             info.size = 1
             tar.addfile(info, io.BytesIO(b"1"))
     refused(twice, tmp_path, r"twice\.tar contains the member a\.cls twice")
-    damaged = bytearray(shard(tmp_path / "d.tar", sample("a", 0) | sample("b", 1)).read_bytes())
+    damaged = bytearray(tar_file(tmp_path / "d.tar", sample("a", 0) | sample("b", 1)).read_bytes())
     damaged[damaged.index(b"b.jpg") + 3] ^= 1  # a checksum that fails ends tarfile's reading without a word
     (tmp_path / "d.tar").write_bytes(damaged)
     refused(tmp_path / "d.tar", tmp_path, r"d\.tar is truncated or damaged at byte")
 
 
 def test_members_without_a_key_and_folders_are_no_samples(tmp_path: Path) -> None:
-    path = shard(tmp_path / "a.tar", {"README": b"words", ".hidden": b"x", **sample("a", 5)})
+    path = tar_file(tmp_path / "a.tar", {"README": b"words", ".hidden": b"x", **sample("a", 5)})
     with tarfile.open(path, "a") as tar:
         folder = tarfile.TarInfo("folder.d")
         folder.type = tarfile.DIRTYPE
