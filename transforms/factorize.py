@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .base import Natural, Report, Size, State, Transform
-from .common.surgery import Verdict, children_of, obstacle, operate, places, rename
+from .common.surgery import Verdict, children_of, computed, obstacle, operate, places, rename
 
 
 def factorize(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -147,7 +147,7 @@ class Factorize(Transform):
 
     def _obstacle(self, module: nn.Module) -> str | None:
         conv = isinstance(module, nn.Conv2d)
-        if reason := obstacle(module, nn.Conv2d if conv else nn.Linear):
+        if reason := obstacle(module, nn.Conv2d if conv else nn.Linear) or computed(module):
             return reason
         if isinstance(module, nn.Conv2d) and module.groups > 1:
             return f"a convolution with {module.groups} groups"

@@ -28,7 +28,8 @@ class LayerFreezing(Transform):
 
     DDP waits for the gradients of frozen parameters unless find_unused_parameters is set. FSDP2 reads requires_grad in
     every forward, and FairScale's ShardedDDP does not wait for gradients. DeepSpeed would keep updating frozen
-    parameters, by momentum and weight decay, in its flat buffers. A compiled model is recompiled after each change.
+    parameters, by momentum and weight decay, in its flat buffers. A compiled model is recompiled after each change,
+    until torch has compiled 8 versions of it: it runs further ones uncompiled.
 
     Attributes:
         freeze_start: fraction of training until a layer freezes. Number in [0, 1). Default 0.5, as in Composer.
@@ -87,9 +88,10 @@ class LayerFreezing(Transform):
         """
         layers = [(n, m) for n, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))]
         depth = int(self.level(progress) * max(0, len(layers) - 1))
+        kept = {p for _, last in layers[-1:] for p in last.parameters(recurse=False)}  # others may share them
         changed = []
         for name, layer in layers[:depth]:
-            learning = [p for p in layer.parameters(recurse=False) if p.requires_grad]
+            learning = [p for p in layer.parameters(recurse=False) if p.requires_grad and p not in kept]
             for parameter in learning:
                 parameter.requires_grad_(False)
                 parameter.grad = None

@@ -37,7 +37,8 @@ class PatchDrop(nn.Dropout):
             return input
         patches = input.shape[1] - self.prefix
         draws = torch.randn(len(input), patches, device=input.device)  # as timm draws
-        kept = draws.argsort(1)[:, : max(1, int(patches * self.keep))] + self.prefix
+        count = max(1, int(patches * self.keep + 1e-9))  # 100 * 0.29 is 28.999…
+        kept = draws.argsort(1)[:, :count] + self.prefix
         chosen = input.gather(1, kept[:, :, None].expand(-1, -1, input.shape[2]))
         return super().forward(torch.cat([input[:, : self.prefix], chosen], 1))
 

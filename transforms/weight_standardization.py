@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .base import Natural, Report, State, Transform
 from .blurpool import BlurConv2d
-from .common.surgery import Classes, Verdict, change_class, judge_class, operate, places
+from .common.surgery import Classes, Verdict, change_class, computed, judge_class, operate, places
 
 
 def standardize(weight: Tensor) -> Tensor:
@@ -88,6 +88,8 @@ class WeightStandardization(Transform):
                 return verdict
             if id(module) in last:
                 return f"among the last n_last_layers_ignore={self.n_last_layers_ignore}"
+            if verdict is Verdict.CHANGE and (reason := computed(module)):
+                return reason
             if verdict is Verdict.CHANGE and module.get_parameter("weight")[0].numel() == 1:
                 return "it has one weight per output channel, which would become 0"
             return verdict

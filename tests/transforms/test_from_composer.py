@@ -14,14 +14,12 @@ import numpy as np
 import pytest
 import torch
 from drivetrain import (
-    Callback,
     CheckpointError,
     Classification,
     DrivetrainError,
     Pipeline,
     PlanError,
     RecipeError,
-    RunView,
 )
 from drivetrain import transforms as ours
 from drivetrain.pipeline import FitResult
@@ -34,6 +32,7 @@ from pipeline_data import (
     BATCH,
     CLASSES,
     TRAIN,
+    StopsAt,
     Toy,
     batch_norm_model,
     fit_all,
@@ -206,15 +205,6 @@ def test_it_is_a_value(jobs: Any, toy: Toy) -> None:
     assert numbers(fit(pipeline)) == numbers(first)
 
 
-class StopAt(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, view: RunView) -> None:
-        if view.step == self.step:
-            view.stop("enough")
-
-
 @pytest.mark.long
 def test_it_resumes_bit_for_bit(jobs: Any, toy: Toy, tmp_path: Path) -> None:
     made = [jobs.Counts(), jobs.Draws(), jobs.algorithms.EMA(half_life="3ba")]
@@ -222,7 +212,7 @@ def test_it_resumes_bit_for_bit(jobs: Any, toy: Toy, tmp_path: Path) -> None:
     pipeline = begun.transform(from_composer(jobs.algorithms.LabelSmoothing()))
     whole = fit(pipeline, 3)
     for step in (4, 6):
-        fit(pipeline, 3, out=tmp_path / f"{step}", callbacks=[StopAt(step)])
+        fit(pipeline, 3, out=tmp_path / f"{step}", callbacks=[StopsAt(step)])
         again = fit(pipeline, 3, out=tmp_path / f"{step}", resume="auto", continue_stopped=True)
         assert numbers(again) == numbers(whole)
         same(again, whole.model.state_dict())
@@ -397,6 +387,14 @@ def test_targets_are_not_replaced_after_they_were_counted(jobs: Any, toy: Toy) -
     with pytest.raises(PlanError, match="A transform replaced the targets of a microbatch, but the loss weights"):
         fit(changed, 1)
     fit(rolled, 1)
+
+
+def test_selecting_needs_the_loss_of_each_sample(jobs: Any, toy: Toy) -> None:
+    """Also of a module, which does not take `reduction` as an argument."""
+    selecting = toy.pipeline().transform(from_composer(jobs.algorithms.SelectiveBackprop(0.0, 1.0)))
+    fit(selecting.task(Classification(loss=nn.CrossEntropyLoss(torch.ones(CLASSES)))), 1)
+    whole = Classification(loss=lambda outputs, targets: nn.functional.cross_entropy(outputs, targets))
+    refuses("SelectiveBackprop needs the loss of each sample", selecting.task(whole))
 
 
 def test_samples_are_only_left_out_where_they_stay_apart(jobs: Any, toy: Toy) -> None:

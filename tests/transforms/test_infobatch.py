@@ -29,7 +29,7 @@ from drivetrain.pipeline.training.hooks import TrainingHooks
 from drivetrain.pipeline.training.loop import train_epoch
 from drivetrain.transforms import infobatch
 from own_transforms import GaussianNoise
-from pipeline_data import CLASSES, SIDE, TRAIN, Toy, numbers, plain_model
+from pipeline_data import CLASSES, SIDE, TRAIN, StopsAt, Toy, numbers, plain_model
 from safetensors import safe_open
 from torch import nn
 
@@ -116,15 +116,6 @@ class Ends(Callback):
 
     def on_epoch_end(self, view: RunView) -> None:
         self.ends.append((view.step, view.progress))
-
-
-class StopsAt(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, view: RunView) -> None:
-        if view.step == self.step:
-            view.stop("a test")
 
 
 @pytest.fixture(scope="module")

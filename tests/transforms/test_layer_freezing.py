@@ -38,6 +38,15 @@ def test_the_first_layers_freeze_and_the_last_never() -> None:
     assert learning == ["9.weight", "9.bias"]
 
 
+def test_what_the_last_layer_shares_with_others_is_never_frozen() -> None:
+    """Else nothing would be left to train."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+    model[3].weight = model[0].weight
+    LayerFreezing(0.0).freeze(model, 1.0)
+    assert frozen(model) == ["0.bias", "2.weight", "2.bias"]
+    model(torch.ones(2, 4)).sum().backward()
+
+
 def test_no_state() -> None:
     one, other = models.resnet(), models.resnet()
     for progress in (0.6, 0.7, 0.8):

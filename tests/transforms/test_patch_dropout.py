@@ -46,6 +46,13 @@ def test_outputs_and_gradients_are_those_of_the_papers_formula(keep: float) -> N
     torch.testing.assert_close(vit.eval()(images), plain.eval()(images), rtol=0, atol=0)
 
 
+def test_a_whole_number_of_patches_is_not_rounded_down() -> None:
+    """In binary, 0.29 of 100 patches are slightly less than 29, which timm keeps, too."""
+    vit = VisionTransformer(20, 2, 1, 3, 24, 48, num_classes=5)
+    PatchDropout(0.29).apply(vit)
+    assert vit.encoder.dropout(torch.zeros(2, 1 + 100, 24)).shape == (2, 1 + 29, 24)
+
+
 def test_timms_models_compute_as_timms_own_option() -> None:
     options = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
     for registers in (0, 2):

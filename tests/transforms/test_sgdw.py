@@ -80,6 +80,20 @@ def test_a_group_without_a_learning_rate_stays() -> None:
     assert weight.item() == 1.0
 
 
+def test_decay_follows_a_scheduler_that_writes_into_the_learning_rate() -> None:
+    """Torch's do so if it is a tensor, as for compiled steps."""
+    weight, rate, expected = nn.Parameter(torch.ones(1)), torch.tensor(0.2), 1.0
+    optimizer = SGDW([{"params": [weight], "lr": rate}], weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 4)
+    for step in range(4):
+        weight.grad = torch.zeros(1)
+        optimizer.step()
+        scheduler.step()
+        expected *= 1 - 0.1 * (1 - step / 4)
+    assert rate.item() == 0
+    assert weight.item() == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("scale", [1.0, 4.0])
 def test_decay_at_the_peak_of_torchs_scheduler(scale: float) -> None:
     """OneCycleLR sets `initial_lr` to where it begins, 1/25 of the peak."""

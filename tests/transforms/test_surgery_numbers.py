@@ -175,6 +175,15 @@ def test_factorize_leaves_what_would_not_gain_or_learn() -> None:
     assert zeros.skipped == (("0", "its weight is 0, and factors of 0 get no gradient"),)
 
 
+@pytest.mark.parametrize("transform", [t.WeightStandardization(), t.Factorize(min_channels=32, latent_channels=4)])
+def test_weights_that_are_computed_stay(transform: t.Transform) -> None:
+    """A hook sets them before each forward, from a parameter of another name."""
+    model = nn.Sequential(nn.utils.spectral_norm(nn.Conv2d(32, 32, 3)), nn.Conv2d(32, 32, 3))
+    report = transform.apply(model)
+    assert report.changed == ("1",)
+    assert report.skipped == (("0", "its weight is computed from another parameter, as by spectral_norm or pruning"),)
+
+
 def test_factorize_inside_a_layer_that_reads_its_weights() -> None:
     """nn.TransformerEncoderLayer reads linear1.weight in its fast path."""
     model = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True).eval()

@@ -89,6 +89,13 @@ def patched(module: nn.Module) -> str | None:
     return patch if forward_is_replaced(module) else None
 
 
+def computed(module: nn.Module) -> str | None:
+    """Return why its weight is none of its parameters, or None."""
+    if "weight" in dict(module.named_parameters(recurse=False)):
+        return None
+    return "its weight is computed from another parameter, as by spectral_norm or pruning"
+
+
 def full_name(module: nn.Module) -> str:
     """Return the qualified name of its class, which may be of a package that is not installed."""
     return f"{type(module).__module__}.{type(module).__qualname__}"

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ...common.errors import PlanError
 from ..base import Loop, Session
+from ..common.losses import unreduced
 
 EVENTS: dict[str, tuple[str, ...]] = {
     "on_epoch_start": ("fit_start", "iteration_start", "epoch_start"),
@@ -240,6 +241,8 @@ class Steps:
         if args or options:
             task, function = getattr(function, "task", None), getattr(function, "base", function)
             outputs = outputs if task is None else task.outputs(outputs)
+            if not args and options == {"reduction": "none"} and (each := unreduced(function)) is not None:
+                return each(outputs, targets)  # a module does not take it as an argument
         return function(outputs, targets, *args, **options)
 
 

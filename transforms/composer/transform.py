@@ -148,6 +148,7 @@ def from_composer(
         targets=facts.targets,
         soft_targets=facts.soft_targets and not getattr(algorithm, "interpolate_loss", False),
         keeps_samples=same not in ("MixUp", "CutMix", "SelectiveBackprop"),
+        selects_samples=same == "SelectiveBackprop",
         replaces_targets=same in ("MixUp", "CutMix", "LabelSmoothing"),
         renames="init" in events and facts.touches in ("", "model"),
         after=tuple(f"Composer{each}" for each in facts.after),
