@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from datetime import timedelta
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, Self
 
@@ -39,7 +41,7 @@ from ..describe.config import DistributedConfig
 from ..describe.cuda_settings import choose_benchmark, cuda_settings, uses_gpu
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan, resolve
-from ..describe.rules import check_rules
+from ..describe.rules import check_rules, check_split_seed
 from ..optim.optimizers import is_schedule_free, label, needs_whole_matrices
 from ..runs.callbacks import check_measured, run_options
 from ..runs.config import FitConfig
@@ -74,6 +76,10 @@ REMEDIES = {  # what to use instead, by class, where Lightning has no such callb
     "Profile": "pass Lightning's profiler to the Trainer: to_lightning(profiler='pytorch')",
 }
 PRECISION = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+GPUS_ONLY = (
+    "sync_batchnorm=True: Lightning uses torch's SyncBatchNorm, which works on GPUs only. Train with fit(), or leave "
+    "it out."
+)
 
 
 class HandOver(NamedTuple):
@@ -98,7 +104,7 @@ def hand_over(spec: PipelineSpec, epochs: int | None, given: dict[str, Any]) -> 
             f"optimize({label(plan.optimization.optimizer)!r}) needs Drivetrain's loop, which evaluates its averages. "
             "Train with fit(), or use another optimizer."
         )
-    arguments, of_fit = trainer_arguments(distribution, given), _of_training(spec, given)
+    arguments, of_fit = trainer_arguments(distribution, given), _of_training(plan, given)
     callbacks = [*of_fit.callbacks, *_several(arguments.get("callbacks"))]
     if callbacks:
         arguments["callbacks"] = translated(callbacks, run_options(plan, logs=False))
@@ -109,10 +115,7 @@ def hand_over(spec: PipelineSpec, epochs: int | None, given: dict[str, Any]) -> 
         )
     on_cpu = arguments.get("accelerator") == "cpu" or not torch.cuda.is_available()
     if distribution.sync_batchnorm and distribution.ranks > 1 and on_cpu:
-        raise PlanError(
-            "sync_batchnorm=True: Lightning uses torch's SyncBatchNorm, which works on GPUs only. Train with fit(), or "
-            "leave it out."
-        )
+        raise PlanError(GPUS_ONLY)
     plan = resolve_data(plan, progress=False)
     with ExitStack() as stack:
         loaders = make_loaders(plan, _device(arguments))
@@ -316,6 +319,9 @@ class LitModule(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = optimizer_factory(self._plan, self.model)(self.parameters())
+        strategy = self.trainer.strategy  # what a factory returns is known only now
+        if isinstance(strategy, FSDPStrategy | DeepSpeedStrategy) and needs_whole_matrices(type(optimizer)):
+            raise _flattened(type(optimizer).__name__, strategy)
         how = self._plan.optimization
         scale = how.scheduled_scale(self._plan.data.batch_size)
         schedule = torch_scheduler(how, optimizer, self._steps, scale)
@@ -393,6 +399,7 @@ def trainer_arguments(options: DistributedConfig, given: dict[str, Any]) -> dict
             raise PlanError(
                 f"to_lightning(strategy={named!r}) takes Lightning's names and objects.{suggest(named, known)}"
             )
+        given = {**given, "strategy": _limited(named, options)}
     if options.device is not None:
         kind, _, index = options.device.partition(":")
         arguments["accelerator"] = "cpu" if kind == "cpu" else "gpu"
@@ -410,36 +417,52 @@ def to_strategy(options: DistributedConfig) -> str | Strategy:
                 "Lightning's strategy: to_lightning(strategy=FSDPStrategy(auto_wrap_policy=…)), or "
                 "DeepSpeedStrategy(config=…)."
             )
-    if (made := _as_object(ours, options.ranks)) is not None:
+    if (made := _as_object(ours, options.ranks, _limit(options))) is not None:
         return made
     if ours.name == "single":
         return "auto"  # with one device, Lightning's SingleDeviceStrategy
     if ours.name == "ddp":
         start = next((start for start in reversed(STARTS) if options.name.startswith(start)), "ddp")
-        return start + ("_find_unused_parameters_true" if ours.find_unused_parameters else "")
+        return _limited(start + ("_find_unused_parameters_true" if ours.find_unused_parameters else ""), options)
     if ours.name in StrategyRegistry:
-        return str(ours.name)
+        return _limited(str(ours.name), options)
     raise PlanError(
         f"Lightning has no equivalent of the strategy {ours.name!r}. Train with fit(), or pass one of Lightning's: "
         f"to_lightning(strategy=…).{suggest(ours.name, StrategyRegistry.available_strategies())}"
     )
 
 
-def _as_object(ours: Any, devices: int) -> Strategy | None:
+def _as_object(ours: Any, devices: int, limit: dict[str, Any]) -> Strategy | None:
     match ours.name:
         case "fsdp_grad_op":
-            return FSDPStrategy(sharding_strategy="SHARD_GRAD_OP")
+            return FSDPStrategy(sharding_strategy="SHARD_GRAD_OP", **limit)
         case "hsdp":
             size = ours.shard_size or devices
-            return FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(devices // size, size))
+            return FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(devices // size, size), **limit)
         case "deepspeed_stage_1_offload":
-            return DeepSpeedStrategy(stage=1, offload_optimizer=True)
+            return DeepSpeedStrategy(stage=1, offload_optimizer=True, **limit)
         case "deepspeed_stage_3_offload_nvme":  # Lightning's name has a fixed path, /local_nvme
             return DeepSpeedStrategy(
                 stage=3, offload_optimizer=True, offload_parameters=True, remote_device="nvme",
-                offload_params_device="nvme", offload_optimizer_device="nvme", nvme_path=ours.nvme_path,
+                offload_params_device="nvme", offload_optimizer_device="nvme", nvme_path=ours.nvme_path, **limit,
             )  # fmt: skip
     return None
+
+
+def _limit(options: DistributedConfig) -> dict[str, Any]:
+    """Return the time limit of collectives as an argument of a strategy; none without one of the pipeline's own."""
+    return {"timeout": timedelta(seconds=options.timeout)} if "timeout" in options.changed() else {}
+
+
+def _limited(name: str, options: DistributedConfig) -> str | Strategy:
+    """Return one of Lightning's strategies: its name, unless the pipeline limits the time of collectives, which a name
+    cannot have: Lightning's own limit is half an hour."""
+    limit, key = _limit(options), name.lower()
+    entry: Any = StrategyRegistry[key] if limit and key in StrategyRegistry else None
+    if entry is None or "timeout" not in signature(entry["strategy"]).parameters:
+        return name
+    made: Strategy = entry["strategy"](**entry["init_params"], **limit)
+    return made
 
 
 def share(trainer: pl.Trainer) -> tuple[int, int]:
@@ -461,12 +484,20 @@ def check_trainer(plan: ResolvedPlan, epochs: int, trainer: pl.Trainer) -> None:
             )
     optimizer = plan.optimization.optimizer
     if isinstance(trainer.strategy, FSDPStrategy) and needs_whole_matrices(optimizer):
-        raise PlanError(
-            f"The optimizer {label(optimizer)!r} needs whole matrices, but Lightning's FSDPStrategy flattens "
-            "parameters. Use Lightning's DDP, or fit() with 'fsdp'."
-        )
+        raise _flattened(label(optimizer), trainer.strategy)
+    # Perhaps only the Trainer has several ranks. Of strategies with one process, it is not set.
+    synchronized = getattr(trainer.strategy, "_layer_sync", None) is not None
+    if synchronized and trainer.strategy.root_device.type == "cpu":
+        raise PlanError(GPUS_ONLY)
     ours = DistributedConfig(_kind(trainer.strategy), devices=trainer.world_size)
     check_rules(plan.spec.replace(distribution=ours))
+
+
+def _flattened(optimizer: str, strategy: Strategy) -> PlanError:
+    return PlanError(
+        f"The optimizer {optimizer!r} needs whole matrices, but Lightning's {type(strategy).__name__} flattens "
+        "parameters. Use Lightning's DDP, or fit() with 'fsdp'."
+    )
 
 
 def _kind(strategy: Strategy) -> str:
@@ -479,10 +510,16 @@ def _kind(strategy: Strategy) -> str:
     return "ddp_find_unused_parameters" if isinstance(strategy, ParallelStrategy) else "single"
 
 
-def _of_training(spec: PipelineSpec, trainer: Mapping[str, Any]) -> FitConfig:
+def _of_training(plan: ResolvedPlan, trainer: Mapping[str, Any]) -> FitConfig:
     """Return the recipe's options of `fit` that Lightning's loop has a place for; raise if it would train or evaluate
     otherwise. `trainer`: the arguments of the Trainer that are given."""
-    given = spec.fit_defaults()
+    check_split_seed(plan.data)
+    given = plan.spec.fit_defaults()
+    if "eval_every" in given and "check_val_every_n_epoch" not in trainer and plan.data.val is None:
+        raise PlanError(
+            f"eval_every={given['eval_every']} of the recipe needs validation data. Pass a second file to load(), or "
+            "remove it."
+        )
     if given.get("eval_every_steps") is not None and "val_check_interval" not in trainer:
         raise PlanError(
             f"eval_every_steps={given['eval_every_steps']} of the recipe needs Drivetrain's loop: Lightning evaluates "

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from drivetrain.loaders.decode.preprocess import Evaluation
 from drivetrain.loaders.options import LoaderOptions
 from drivetrain.pipeline.describe.config import DistributedConfig
 from drivetrain.pipeline.describe.resolve import resolve
+from drivetrain.pipeline.optim.muon import Muon
 from loader_pictures import jpeg_bytes, picture
 from own_transforms import Own, WithoutTheFirstClass, by_image, hard
 from pipeline_data import Layered, Toy, batch_norm_model, numbers, plain_model, write_toy
@@ -197,6 +199,26 @@ def test_an_optimizer_of_matrices_is_refused_where_lightning_flattens_them(toy: 
     trainer: Any = SimpleNamespace(**own, strategy=FSDPStrategy())
     with pytest.raises(PlanError, match="'muon' needs whole matrices, but Lightning's FSDPStrategy flattens"):
         check_trainer(plan, 1, trainer)
+    hidden = toy.pipeline(plain_model).optimize(lambda parameters: Muon(parameters, lr=0.05))
+    module: Any = hidden.to_lightning(epochs=1, **QUIET).module
+    module.trainer = trainer
+    with pytest.raises(PlanError, match="'Muon' needs whole matrices, but Lightning's FSDPStrategy flattens"):
+        module.configure_optimizers()
+
+
+def test_torchs_sync_batch_norm_is_refused_on_cpus(toy: Toy) -> None:
+    """Also if only the Trainer has several ranks: torch would refuse the first batch."""
+    import lightning.pytorch as pl
+    from drivetrain.pipeline.lightning.hand_over import check_trainer
+
+    pipeline = toy.pipeline(batch_norm_model).distribute("single", device="cpu", sync_batchnorm=True)
+    plan, words = resolve(pipeline), "Lightning uses torch's SyncBatchNorm, which works on GPUs only"
+    check_trainer(plan, 1, pl.Trainer(**pipeline.to_lightning(epochs=1, **QUIET).trainer))
+    several = pipeline.to_lightning(epochs=1, strategy="ddp_spawn", devices=2, **QUIET).trainer
+    with pytest.raises(PlanError, match=words):
+        check_trainer(plan, 1, pl.Trainer(**several))
+    with pytest.raises(PlanError, match=words):
+        pipeline.distribute("ddp", devices=2, device="cpu", sync_batchnorm=True).to_lightning(epochs=1)
 
 
 def test_what_needs_our_own_loop_is_refused(toy: Toy) -> None:
@@ -250,6 +272,23 @@ def test_our_strategies_that_have_no_name_there() -> None:
     words = r"distribute\('fsdp', wrap=…\) is an option of Drivetrain's strategy"
     with pytest.raises(PlanError, match=words):
         to_strategy(DistributedConfig("fsdp", devices=2, options={"wrap": False}))
+
+
+def test_the_time_limit_of_collectives() -> None:
+    """Lightning's strategies have the pipeline's, also one that is named to Lightning; else their own, half an hour."""
+    from drivetrain.pipeline.lightning.hand_over import to_strategy, trainer_arguments
+
+    limit: dict[str, Any] = {"devices": 2, "timeout": 77.0}
+    found: dict[str, Any] = {
+        name: to_strategy(DistributedConfig(name, **limit))
+        for name in ("ddp_spawn", "ddp_find_unused_parameters", "fsdp", "fsdp_grad_op", "hsdp")
+    }
+    assert {name: made._timeout for name, made in found.items()} == dict.fromkeys(found, timedelta(seconds=77))
+    assert found["ddp_spawn"]._start_method == "spawn"
+    assert found["ddp_find_unused_parameters"]._ddp_kwargs == {"find_unused_parameters": True}
+    alone = DistributedConfig("single", timeout=77.0)
+    assert trainer_arguments(alone, {})["strategy"] == "auto"
+    assert trainer_arguments(alone, {"strategy": "ddp", "devices": 2})["strategy"]._timeout == timedelta(seconds=77)
 
 
 def test_the_loss_is_computed_in_float32(toy: Toy) -> None:
@@ -327,6 +366,16 @@ def test_early_stopping_is_lightnings(toy: Toy) -> None:
     with pytest.raises(PlanError, match=r"eval_every_steps=2 of the recipe needs Drivetrain's loop"):
         within.to_lightning(epochs=1)
     assert within.to_lightning(epochs=1, val_check_interval=2).trainer["val_check_interval"] == 2
+
+
+def test_what_fit_refuses_of_data_and_evaluations_is_refused(toy: Toy) -> None:
+    recipe = toy.named().load(toy.train, batch_size=32, image_size=16, workers=1).to_recipe()
+    rarely = Pipeline.from_recipe(recipe | {"eval_every": 2})
+    with pytest.raises(PlanError, match="eval_every=2 of the recipe needs validation data"):
+        rarely.to_lightning(epochs=2)
+    assert rarely.to_lightning(epochs=2, check_val_every_n_epoch=1).trainer["check_val_every_n_epoch"] == 1
+    with pytest.raises(PlanError, match="split_seed=1 is the seed of val_split"):
+        Pipeline.from_recipe(recipe | {"split_seed": 1}).to_lightning(epochs=2)
 
 
 def test_torchs_settings_of_gpus_are_those_of_fit(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
