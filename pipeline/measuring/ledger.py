@@ -450,11 +450,14 @@ def _trained(variant: Variant, epochs: int, target: float | None, sets_target: b
         run = fit(variant.spec, measured_config(variant.spec, epochs=epochs)).history
     except Exception as error:  # e.g. out of memory: continue with the others
         return Trained(failed=describe_error(error))
-    accuracy = None if run.monitored is None else run.monitor.fraction(run.monitored)
+    seconds = sum(epoch.seconds for epoch in run.epochs)
+    if run.monitored is None:
+        return Trained(seconds=seconds, failed=f"{run.monitor} has no value in its last evaluation")
+    accuracy = run.monitor.fraction(run.monitored)
     if target is None and sets_target:
         target = accuracy
     reached = None if target is None else seconds_to(target, run.epochs, run.monitor)
-    return Trained(accuracy, sum(epoch.seconds for epoch in run.epochs), reached)
+    return Trained(accuracy, seconds, reached)
 
 
 def seconds_to(target: float, history: Sequence[Epoch], monitor: Monitor) -> float | None:

@@ -101,8 +101,9 @@ class Loaders:
     def samples(self, loader: EpochLoader, most: int) -> NDArray[np.int64]:
         """Return up to so many of the samples that the pipeline trains on: the first; of a mix, some from all over."""
         own, is_mix = self._own[id(loader)]
-        places = np.arange(min(most, len(own)))
-        return taken(own, places * (len(own) // len(places)) if is_mix else places)
+        count = min(most, len(own))
+        last = len(own) - 1 if is_mix else count - 1
+        return taken(own, np.linspace(0, last, count).astype(np.int64))
 
 
 class VariantRunner:
@@ -226,13 +227,16 @@ def build_variant(
         # Start the loader's workers now, not in the first trial.
         run_trial(variant, "loader", 0, batches, deadline)
     scale = MemoryScale(engine)
-    first, _ = run_trial(variant, "train", 0, batches, deadline, scale)
+    start = perf_counter()
+    run_trial(variant, "train", 0, batches, deadline, scale)
+    first = perf_counter() - start  # of all phases: each may compile, whatever its share of a run
     if scale.steps < 2:  # before the first step there is no optimizer state
         run_trial(variant, "train", 0, batches, deadline, scale)
     compiling = None
     if plan.distribution.compile:
-        later, _ = run_trial(variant, "train", 0, batches, deadline)
-        compiling = max(first.seconds - later.seconds, 0.0)
+        start = perf_counter()
+        run_trial(variant, "train", 0, batches, deadline)
+        compiling = max(first - (perf_counter() - start), 0.0)
     held = None if scale.held is None else asdict(scale.held)
     return variant, Costs(held, _peak(engine.device, before), compiling)
 

@@ -102,4 +102,9 @@ def _recipe_of(words: Sequence[str], recipe: str, overrides: Sequence[str]) -> t
     if "=" not in words[0]:
         return words[0], words[1:]
     keys = {pair.partition("=")[0] for pair in words}
-    return recipe, [*(pair for pair in overrides if pair.partition("=")[0] not in keys), *words]
+
+    def stays(pair: str) -> bool:
+        key = pair.partition("=")[0]
+        return keys.isdisjoint((key, key.partition(".")[0]))  # optimizer={…} replaces optimizer.lr, too
+
+    return recipe, [*filter(stays, overrides), *words]

@@ -24,11 +24,12 @@ from ....common.signals import handled, interrupts_held
 from ....common.storage.addresses import stamp
 from ....common.storage.files import make_folder, write_file
 from ....common.table import Table, screen_width
+from ....loaders.sample_options import SampleOptions
 from ....loaders.sources import files_of
 from ...recipes.flat import PROSE
 from ...recipes.presets import DEFAULTS, completed, parse_overrides
 from ...runs.analysis.compare import RunSummary, read_run
-from ...runs.folder import lock_run_dir
+from ...runs.folder import MODEL, lock_run_dir
 from ...tasks.metrics import format_metric
 from .space import SEED, Space, Values, name_of
 
@@ -182,7 +183,8 @@ def _train_all(
 ) -> Swept:  # fmt: skip
     of_file = functools.cache(stamp)  # most runs have the same data
     _record(folder, {
-        name: values | {"data": {file: of_file(file) for file in _files(values)}} for name, values in wanted.items()
+        name: values | {"data": {file: of_file(file) for file in (*_files(values), *_weights(values))}}
+        for name, values in wanted.items()
     })  # fmt: skip
     flags = [text for key, source in sources.items() for text in (f"--{key}", source)]
     commands = {}
@@ -206,12 +208,23 @@ def _train_all(
     return Swept([Combination(_without_seed(each[0].values), tuple(each)) for each in grouped.values()])
 
 
+def _weights(values: Mapping[str, Any]) -> list[str]:
+    """Return the files of weights with which a run begins, of a run's folder only this one: reports and pictures may be
+    added to it. The names of published weights have no stamp."""
+    own = values["model_options"]
+    given = (values["init_from"], own.get("weights"), own.get("pretrained"))
+    # An address stays as it is: a path would lose one of its slashes.
+    return [str(Path(one, MODEL)) if Path(one).is_dir() else one for one in given if isinstance(one, str)]
+
+
 def _without_seed(values: Values) -> Values:
     return {key: text for key, text in values.items() if key != SEED}
 
 
 def _files(values: Mapping[str, Any]) -> list[str]:
-    return [name for key in ("train", "val") if values[key] is not None for name in files_of(values[key]).names]
+    """Return the data of a run, and the files that select some of it."""
+    data = [name for key in ("train", "val") if values[key] is not None for name in files_of(values[key]).names]
+    return [*data, *SampleOptions(indices=values["indices"], balance=values["balance"]).value_files]
 
 
 def _is_done(run: RunSummary) -> bool:

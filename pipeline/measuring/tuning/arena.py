@@ -137,7 +137,10 @@ class Arena:
         return found
 
     def accuracy(self, spec: PipelineSpec, seed: int) -> float:
-        """Train briefly from this seed, and return the monitored share, 0 to 1, negated if lower is better."""
+        """Train briefly from this seed, and return the monitored share, 0 to 1, negated if lower is better. Raise
+        Failed, or OutOfTime: only in the main thread, the budget's end interrupts a training."""
+        if perf_counter() >= self._deadline:
+            raise OutOfTime
         try:
             history = fit(spec.replace(seed=seed), measured_config(spec, epochs=self._epochs)).history
         except Exception as error:

@@ -31,6 +31,8 @@ EQUAL = ("ddp", "zero_redundancy", "fsdp")  # strategies with the same numbers, 
 AHEAD = (1, 6)
 # Environment variables of the allocator of a device: glibc's, and torch's.
 VARIABLES = {"cpu": machine.KEEPS_MEMORY, "cuda": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}
+# Further names of theirs, whose values these would replace.
+OTHER_NAMES: dict[str, tuple[str, ...]] = {"cpu": (), "cuda": ("PYTORCH_ALLOC_CONF",)}
 SIDES = (3 / 4, 7 / 8)  # of the image size
 SHARES = (3 / 4, 1 / 2)  # of the epochs
 LARGER = (2, 4, 8, 16)  # times the batch size, as long as that is accepted and fits
@@ -79,7 +81,7 @@ def _allocator(plan: ResolvedPlan) -> list[Candidate]:
     device = "cuda" if uses_gpu(plan.distribution) else "cpu"
     variables = VARIABLES[device]
     unknown = device == "cpu" and platform.libc_ver()[0] != "glibc"
-    if unknown or any(name in os.environ for name in variables):
+    if unknown or any(name in os.environ for name in (*variables, *OTHER_NAMES[device])):
         return []
     return [Candidate("allocator's variables", "step", lambda spec: spec, variables)]
 

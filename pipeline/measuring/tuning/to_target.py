@@ -90,14 +90,14 @@ class TargetTuner:
         return False
 
     def _race(self, name: str, spec: PipelineSpec, pairs: int, file: Path) -> RaceResult:
-        """Race one pair more than the file has."""
+        """Race one pair more than the file has. One that ends after the budget counts, too: it may take hours."""
+        if perf_counter() >= self._end:
+            raise OutOfTime
         found = race(
             self._spec, target=self._target, seeds=pairs, against={name: spec}, epochs=None, give_up=GIVE_UP,
             seconds=None, out=file, progress=False, paired=True,
         )  # fmt: skip
         self._longest = max(self._longest, *(run.wall for run in found.runs), 0.0)
-        if perf_counter() >= self._end:
-            raise OutOfTime
         return found
 
     def _note(self, outcome: Outcome, reason: str) -> None:

@@ -19,7 +19,7 @@ from ....common.storage.addresses import local_path
 from ....common.storage.files import make_folder
 from ...describe.pipeline_spec import PipelineSpec
 from ...describe.resolve import ResolvedPlan, resolve
-from ...describe.rules import check_epochs
+from ...describe.rules import check_epochs, check_split_seed
 from ...ledger.statistics import LOOKS, PROCESSES, SEEDS, WORTH, judge, judge_accuracy
 from ...runs.facts import facts_of, options_of
 from ...tasks.scales import check_comparable
@@ -74,6 +74,7 @@ def tune(
     if target is not None and epochs is not None:
         spec = spec.replace(epochs=epochs)
     plan = resolve_data(resolve(spec), progress)
+    check_split_seed(plan.data)
     spec = spec.replace(distribution=plan.spec.distribution)  # its precision is decided
     if target is None:
         epochs = 1 if epochs is None else epochs

@@ -30,7 +30,7 @@ from drivetrain.transforms import EMA, ChannelsLast, LabelSmoothing
 from ledgers import BATCH, TRAIN, Acting, in_process, small_recipe
 from pipeline_data import Toy, plain_model
 from places import SUPPORT
-from process_state import running_children, wait_until_ended
+from process_state import running_children, wait_until, wait_until_ended
 
 
 class Slow(Acting):
@@ -497,11 +497,5 @@ def test_ctrl_c_while_ranks_run_gives_the_ledger_at_once(
 
 
 def wait_for_ranks(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        ranks = running_children("rank_main", process.pid)
-        if len(ranks) == 2:
-            return ranks
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
-    raise AssertionError("no ranks were started")
+    wait_until(lambda: len(running_children("rank_main", process.pid)) == 2, process, seconds=120)
+    return running_children("rank_main", process.pid)

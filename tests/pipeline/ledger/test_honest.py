@@ -20,7 +20,7 @@ from drivetrain.pipeline.describe.config import DistributedConfig
 from drivetrain.pipeline.describe.cuda_settings import uses_gpu
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.ledger.comparison import differences
-from drivetrain.pipeline.ledger.data import Trained  # fmt: skip
+from drivetrain.pipeline.ledger.data import Accuracies, Trained  # fmt: skip
 from drivetrain.pipeline.ledger.ledger import Ledger
 from drivetrain.pipeline.ledger.variant import (
     COPY,
@@ -39,6 +39,7 @@ from drivetrain.pipeline.measuring import runner as ledger_runner
 from drivetrain.pipeline.measuring import trials as ledger_trials
 from drivetrain.pipeline.measuring.ledger import seconds_to, train_each
 from drivetrain.pipeline.measuring.runner import (
+    MIN_BATCHES,
     Loaders,
     Variant,
     VariantRunner,
@@ -51,7 +52,7 @@ from drivetrain.pipeline.measuring.variants import possible, variants
 from drivetrain.pipeline.telemetry.history import Epoch, Monitor
 from drivetrain.pipeline.telemetry.provenance import provenance
 from drivetrain.strategies import Single
-from drivetrain.transforms import LabelSmoothing, Transform
+from drivetrain.transforms import LabelSmoothing, ProgressiveResizing, Transform
 from ledgers import (
     BATCH,
     TRAIN,
@@ -65,6 +66,7 @@ from ledgers import (
 )
 from pipeline_data import Toy, plain_model
 from torch import nn
+from torchmetrics import MeanMetric
 
 SLOW = 0.5  # seconds: far more than a trial of the tiny model takes
 
@@ -106,6 +108,16 @@ def test_compiling_is_told_and_not_counted(toy: Toy, monkeypatch: pytest.MonkeyP
     assert "Peak memory per rank: plain PyTorch 300 MiB." in text
     (row,) = (line for line in text.splitlines() if line.startswith("│ + compile "))
     assert row.split("│")[-2].strip() == "3.0"  # MiB held
+
+
+def test_the_compile_time_is_that_of_all_sizes(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each size of a schedule is compiled, whatever its share of the run; here the first two of three are slow."""
+    monkeypatch.setattr(nn.Module, "compile", lambda *_, **__: None)
+    pipeline = in_process(toy, SlowAtFirst(1, 1 + MIN_BATCHES)).transform(ProgressiveResizing())
+    with ExitStack() as stack:
+        _, costs = build_variant(resolve(pipeline.distribute("single", compile=True)), Loaders(stack), stack)
+    assert costs.compile_seconds is not None
+    assert costs.compile_seconds > 1.5 * SLOW
 
 
 def test_every_second_round_goes_backwards(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,6 +317,31 @@ def test_each_variant_trains_as_long_and_its_last_accuracy_counts(
         assert row.seconds_to_target is not None
         assert row.seconds is not None
         assert row.seconds_to_target < row.seconds  # the first epoch has reached so little
+
+
+class Undefined(MeanMetric):
+    """A share without a value, as one over no sample."""
+
+    higher_is_better = True
+    unit = "fraction"
+
+    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:  # type: ignore[override]
+        super().update((outputs.argmax(1) == targets).float())
+
+    def compute(self) -> torch.Tensor:
+        return torch.tensor(torch.nan)
+
+
+def test_a_training_whose_metric_has_no_value_has_the_reason(toy: Toy) -> None:
+    pipeline = in_process(toy).task(Classification(metrics={"undefined": Undefined()}))
+    rows: dict[VariantId, Trained] = {}
+    train_each([Variant(PLAIN, pipeline)], rows, 1, None, progress=False)
+    assert (rows[PLAIN].accuracy, rows[PLAIN].seconds_to_target) == (None, None)
+    assert rows[PLAIN].seconds is not None
+    ledger = of_speeds({PLAIN: 100.0}, accuracy=Accuracies(1, None, rows, "undefined"))
+    reason = f"Training failed: {PLAIN}: undefined has no value in its last evaluation."
+    assert reason in ledger.caveats
+    assert reason in " ".join(str(ledger).split())
 
 
 def test_provenance_says_which_machine_revision_and_command(monkeypatch: pytest.MonkeyPatch) -> None:

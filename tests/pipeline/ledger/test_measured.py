@@ -486,6 +486,18 @@ def test_trials_train_on_samples_of_the_pipeline(toy: Toy, tmp_path: Path) -> No
         assert {index >= TRAIN for index in loader.indices.tolist()} == {False, True}  # of both
 
 
+def test_trials_of_a_mix_train_on_samples_of_all_its_data(toy: Toy, tmp_path: Path) -> None:
+    """Also if a trial takes most of them."""
+    other = write_toy(tmp_path / "other.beton", BATCH // 2, seed=3)
+    mix = in_process(toy).load(
+        {toy.train: 3, str(other): 1}, toy.val, batch_size=BATCH, image_size=SIDE, loader="torch", workers=0
+    )
+    with built(mix) as variant:
+        assert run_trial(variant, "train", epoch=1, batches=4)[0].images == 4 * BATCH
+        indices = variant.loader(SIDE).indices
+    assert (len({*indices.tolist()}), indices.min(), indices.max()) == (4 * BATCH, 0, TRAIN + BATCH // 2 - 1)
+
+
 @pytest.mark.parametrize(("mode", "dtype"), [("RGB", torch.uint8), ("RGB;16", torch.float32)])
 def test_copies_are_those_of_the_loader(mode: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Images of 16 bits are normalized before."""

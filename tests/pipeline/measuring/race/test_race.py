@@ -17,6 +17,7 @@ from command_line import call, done, toy_values
 from drivetrain import Classification, Pipeline, PlanError
 from drivetrain.common.errors import DrivetrainError, LedgerError
 from drivetrain.pipeline import RaceInterrupted, RaceResult
+from drivetrain.pipeline.apps.cli.race import _recipe_of
 from drivetrain.pipeline.measuring.race.picture import medians
 from drivetrain.pipeline.measuring.race.race import RaceClock
 from drivetrain.pipeline.measuring.race.result import Point, RaceRun
@@ -387,6 +388,15 @@ def test_invalid_options_leave_no_folder(toy: Toy, tmp_path: Path) -> None:
     out = tmp_path / "race"
     end = call("race", "cifar10-quickstart", *toy_values(toy), "--target", "2", "--out", str(out))
     assert (end.code, "target=2" in end.err, out.exists()) == (1, True, False)
+
+
+def test_a_dict_of_a_variant_replaces_the_commands_entries_of_it(toy: Toy) -> None:
+    """The learning rate of SGD is none of AdamW's. The race is refused for its target, and not before."""
+    adamw = 'optimizer={"name": "adamw", "lr": 0.003}'
+    given = ["optimizer.lr=0.5", *toy_values(toy), "--target", "2"]
+    end = call("race", "cifar10-quickstart", *given, "--against", f"{adamw} batch_size=16")
+    assert (end.code, "target=2" in end.err) == (1, True), end
+    assert _recipe_of([adamw], "mine.yaml", ["optimizer.lr=0.5", "epochs=2"]) == ("mine.yaml", ["epochs=2", adamw])
 
 
 @pytest.mark.long

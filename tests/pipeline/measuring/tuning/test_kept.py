@@ -19,7 +19,7 @@ from drivetrain.pipeline.measuring.tuning.kept import Results
 from drivetrain.pipeline.measuring.tuning.result import Tried
 from drivetrain.pipeline.runs.facts import facts_of, stamp
 from drivetrain.transforms import ChannelsLast, LabelSmoothing
-from pipeline_data import Toy, batch_norm_model, plain_model
+from pipeline_data import TRAIN, Toy, batch_norm_model, plain_model
 from range_server import serving
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -224,6 +224,22 @@ def test_other_options_of_fit_and_other_weights_are_another_pipeline(pipeline: P
     assert len({*paths}) == 4
 
 
+@pytest.mark.parametrize(
+    ("option", "before", "after"),
+    [("indices", [*range(64)], [*range(100)]), ("balance", [1] * TRAIN, [10] * TRAIN)],
+    ids=["indices", "balance"],
+)
+def test_other_values_in_a_file_that_selects_samples_are_another_pipeline(
+    option: str, before: list[int], after: list[int], toy: Toy, tmp_path: Path
+) -> None:
+    chosen, paths = tmp_path / "chosen.json", list[Path]()
+    for values in (before, after):
+        chosen.write_text(json.dumps(values))
+        pipeline = toy.pipeline(**{option: str(chosen)})
+        paths += [kept_of(pipeline).path, kept_of(pipeline).path]
+    assert (len({*paths[:2]}), len({*paths})) == (1, 2)
+
+
 def test_data_in_a_folder_or_at_an_address_have_a_stamp(tmp_path: Path) -> None:
     picture = tmp_path / "train" / "cat" / "1.jpg"
     picture.parent.mkdir(parents=True)
@@ -235,6 +251,19 @@ def test_data_in_a_folder_or_at_an_address_have_a_stamp(tmp_path: Path) -> None:
             stamps.append([stamp(name) for name in names])
     assert all(stamps[0])
     assert not any(one == other for one, other in zip(*stamps, strict=True))
+
+
+def from_file(weights: str) -> torch.nn.Module:  # noqa: ARG001 - its content is no matter here
+    return plain_model()
+
+
+def test_other_weights_in_the_file_of_a_model_are_another_pipeline(pipeline: Pipeline, tmp_path: Path) -> None:
+    file, paths = tmp_path / "start.pth", list[Path]()
+    made = pipeline.replace(model=from_file, model_options={"weights": str(file)})
+    for content in (b"one", b"other"):
+        file.write_bytes(content)
+        paths += [kept_of(made).path, kept_of(made).path]
+    assert (len({*paths[:2]}), len({*paths})) == (1, 2)
 
 
 def test_what_is_damaged_or_of_something_else_is_ignored_with_a_warning(

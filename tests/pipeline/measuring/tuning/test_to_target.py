@@ -135,6 +135,13 @@ def test_a_change_that_is_sooner_there_is_kept_and_one_that_never_is_dropped(toy
     assert again.pipeline.model_options == {"seconds": 0.0}
 
 
+def test_a_pair_of_runs_that_ends_after_the_budget_counts(toy: Toy) -> None:
+    """Nothing interrupts it, as outside the main thread. The two runs sleep for 0.6 s at least."""
+    blind = Candidate("learns nothing", "step", lambda spec: spec.optimize("sgd", lr=1e-9))
+    (trial,) = searched(sleepy(toy, 0.02), [blind], seconds=0.4).trials
+    assert (trial.outcome, trial.rounds) == ("dropped", 1)
+
+
 @pytest.mark.long
 def test_a_change_that_is_much_faster_does_not_stop_the_best(toy: Toy) -> None:
     """Of a pipeline that reaches the target after some epochs, so that there are evaluations before at which a run

@@ -287,6 +287,12 @@ def test_a_process_of_its_own_keeps_to_the_deadline(toy: Toy) -> None:
     assert not running_children("measuring.runner")
 
 
+def test_no_short_training_begins_after_the_budget(toy: Toy) -> None:
+    """Outside the main thread, nothing would interrupt it."""
+    with pytest.raises(OutOfTime):
+        Arena(perf_counter(), 0.1).accuracy(pipeline_of(toy), seed=0)
+
+
 @pytest.mark.slow
 def test_a_change_of_numbers_is_weighed_by_real_trainings(toy: Toy, tmp_path: Path) -> None:
     """Its speed is given here: only the accuracy is measured, in three trainings each, from the same seeds."""

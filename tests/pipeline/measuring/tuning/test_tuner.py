@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from drivetrain import Contrastive, Pipeline, PlanError
 from drivetrain.common import machine
 from drivetrain.common.budget import OutOfTime
@@ -17,7 +18,16 @@ from drivetrain.pipeline.describe.pipeline_spec import PipelineSpec
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.ledger.statistics import LOOKS, MARGIN, TRIM, judge, judge_accuracy
 from drivetrain.pipeline.measuring.race.result import Point, RaceResult, RaceRun
-from drivetrain.pipeline.measuring.tuning.candidates import ALLOW, Candidate, allowed, candidates, fitting, remembered
+from drivetrain.pipeline.measuring.tuning.candidates import (
+    ALLOW,
+    VARIABLES,
+    Candidate,
+    _allocator,
+    allowed,
+    candidates,
+    fitting,
+    remembered,
+)
 from drivetrain.pipeline.measuring.tuning.result import Tried, Tuned, TuneInterrupted, read_trials, verdicts
 from drivetrain.pipeline.measuring.tuning.to_target import PAIRS, judged
 from drivetrain.pipeline.measuring.tuning.tune import Tuner, _allowed
@@ -388,6 +398,19 @@ def test_environment_variables_compete_in_processes_of_their_own(spec: PipelineS
     assert resolve(result.pipeline).steps == resolve(spec).steps
     assert all(entry.closed for entry in arena.opened)
     assert not tuned(spec, Simulated(the_same)).variables
+
+
+def test_the_allocators_variables_of_a_user_stay(spec: PipelineSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under each of their names. torch reports a GPU; nothing here computes on it."""
+    plan, names = resolve(spec), ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert [one.variables for one in _allocator(plan)] == [VARIABLES["cuda"]]
+    for name in names:
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "max_split_size_mb:64")
+            assert not _allocator(plan)
 
 
 @pytest.fixture(scope="module")
