@@ -157,7 +157,8 @@ class Pipeline(PipelineSpec):
 
     def build(self) -> Built:
         """Build the loaders, model and engine of this process for a custom loop; docs/guide/how-to.md has one. The
-        model has the weights that `fit` would begin with: of `init_from`, if the recipe has it.
+        model has the weights that `fit` would begin with: of `init_from`, if the recipe has it. Under torchrun, this
+        joins the other ranks, and each loads its share of every batch.
 
         Example::
 
@@ -167,11 +168,15 @@ class Pipeline(PipelineSpec):
             torch.Size([16, 3, 32, 32])
         """
         from .describe.resolve import resolve
+        from .describe.rules import check_split_seed
         from .runs.initial import initial_weights
         from .training.build import build
 
         plan = resolve(self)
-        return build(plan, initial_weights(plan))
+        check_split_seed(plan.data)
+        built = build(plan, initial_weights(plan))
+        built.in_own_loop = True
+        return built
 
     @built_from(FitConfig, PipelineSpec.fit_defaults)
     def fit(self, config: FitConfig) -> FitResult:

@@ -39,6 +39,7 @@ KIND_REASON = {
     "loop": "after each step; evaluation and the result use its weights",
     "evaluation": "in evaluation only",
 }
+_VERSIONS = 8  # torch._dynamo.config.recompile_limit
 _UNSEEDED = "; FFCV's random crops and flips have no seed, so no two runs are equal, also not after a resume"
 
 _STILL_TRAINED = (
@@ -131,7 +132,7 @@ def lay_out(
              f"with seed {spec.seed}, the same on every rank{classes}{'' if built is None else _about(built)}"),
     ]  # fmt: skip
     steps += [_transform_step(t, how.name) for t in transforms if t.kind in CHANGES_MODEL]
-    steps += _wrapping_steps(how)
+    steps += _wrapping_steps(how, _freezing_caution(how, transforms, spec.epochs))
     steps += _gpu_steps(how, transforms)
     steps += [
         Step("check the output", "Drivetrain", "its width must be that of the data's targets"),
@@ -192,7 +193,7 @@ def _assumed_mean(spec: PipelineSpec) -> str:
     )
 
 
-def _wrapping_steps(how: DistributedConfig) -> list[Step]:
+def _wrapping_steps(how: DistributedConfig, of_compiling: str) -> list[Step]:
     steps = []
     if how.sync_batchnorm:
         steps.append(("synchronize BatchNorm", "statistics of the global batch, summed over all ranks"))
@@ -208,7 +209,21 @@ def _wrapping_steps(how: DistributedConfig) -> list[Step]:
     elif how.compile:
         what = "compile in place" + (f", mode {how.compile}" if isinstance(how.compile, str) else "")
         steps.append((what, "the final modules, inside the wrapper, so that names do not change"))
-    return [Step(what, ".distribute()", why) for what, why in steps]
+    return [Step(what, ".distribute()", why, of_compiling * what.startswith("compile")) for what, why in steps]
+
+
+def _freezing_caution(how: DistributedConfig, transforms: Sequence[Transform], epochs: int | None) -> str:
+    """Caution if layers might freeze in more epochs than torch compiles versions of a model."""
+    freezing = next((transform for transform in transforms if transform.level(1.0) > 0), None)
+    if freezing is None or not how.compile or family(how.name) == "fsdp":  # whose units change a few times each
+        return ""
+    if epochs is not None and len({freezing.level(epoch / epochs) for epoch in range(epochs)}) < _VERSIONS:
+        return ""
+    return (
+        f"{type(freezing).__name__} changes the model at the start of epochs, and torch compiles {_VERSIONS} versions "
+        "of one at most, that of evaluation among them: it runs all further ones uncompiled. Let fewer epochs follow "
+        "the one in which the first layers freeze, or leave one of the two out"
+    )
 
 
 def _gpu_steps(how: DistributedConfig, transforms: tuple[Transform, ...]) -> list[Step]:

@@ -11,6 +11,7 @@ from ..optim.optimizers import gathers, is_schedule_free, label, needs_whole_mat
 from ..optim.schedules import label as label_of_schedule
 from ..tasks.means import NOT_PER_SAMPLE, LossFunction, Mean, samples
 from ..tasks.scales import check_monitor
+from .config import DataConfig
 from .pipeline_spec import PipelineSpec, sort_transforms
 
 FAMILIES = {"hsdp": "fsdp", "zero_redundancy": "ddp", "fairscale_oss": "ddp"}
@@ -47,6 +48,15 @@ def check_epochs(spec: PipelineSpec, epochs: int) -> None:
     if spec.data is not None:
         for transform in spec.transforms:
             transform.check_epochs(epochs, spec.data.image_size)
+
+
+def check_split_seed(data: DataConfig) -> None:
+    """Reject a seed without a selection, where something is trained: `cross_validate` adds the folds."""
+    if data.split_seed and not data.splits and data.per_class is None and data.limit is None:
+        raise PlanError(
+            f"split_seed={data.split_seed} is the seed of val_split, folds, per_class and limit, which are missing. "
+            "Pass one of them, or leave split_seed out."
+        )
 
 
 def _unsafe_strategies(spec: PipelineSpec) -> None:

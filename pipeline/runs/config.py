@@ -194,6 +194,11 @@ class FitConfig(FitOptions):
                 raise PlanError(f"{name}=True {what}. Pass resume='auto' or its path, too.")
 
     @property
+    def command_to_continue(self) -> str:
+        """What continues the run, for messages: with `resume="auto"`, the command as it is."""
+        return "the same command again" if self.resume == "auto" else "the same command with --resume (resume='auto')"
+
+    @property
     def folder(self) -> Path | None:
         """`out` as a path; of an address, the folder of this machine whose files are uploaded."""
         from .checkpoints.remote import working_folder

@@ -68,7 +68,7 @@ def options_of(plan: ResolvedPlan) -> dict[str, Any]:
         },
         "fit": identity(fit_options(plan.spec)),
         "code": _code(plan),
-        "data": {name: stamp(name, plan.data.patience) for name in _sources(plan)},
+        "data": {name: stamp(name, plan.data.patience) for name in (*_sources(plan), *_of_options(plan))},
     }
 
 
@@ -84,6 +84,14 @@ def _code(plan: ResolvedPlan) -> str:
     return digest(json.dumps(found, sort_keys=True))
 
 
+def _of_options(plan: ResolvedPlan) -> list[str]:
+    """Return the files that options name: a model's weights, by the options of Drivetrain's models, and DeepSpeed's
+    configuration. Published weights are none."""
+    own, how = plan.spec.model_options, plan.distribution.options
+    given = (own.get("weights"), own.get("pretrained"), how.get("config"))
+    return [str(one) for one in given if isinstance(one, str | Path) and stamp(one)]
+
+
 def _owners(value: Any) -> Iterator[Any]:
     """Yield the functions and classes of a value, and of what a list or dict contains."""
     if isinstance(value, Mapping):
@@ -97,9 +105,10 @@ def _owners(value: Any) -> Iterator[Any]:
 
 
 def _sources(plan: ResolvedPlan) -> list[str]:
+    """Return the data, the files that select some of it, and the weights to begin with."""
     sources = [plan.data.train] if plan.data.val is None else [plan.data.train, plan.data.val]
     start = fit_options(plan.spec).get("init_from")
-    names = {str(name) for source in sources for name in files_of(source).names}
+    names = {str(name) for source in sources for name in files_of(source).names} | {*plan.data.value_files}
     return sorted(names | (set() if start is None else {str(start)}))
 
 

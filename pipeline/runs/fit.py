@@ -13,6 +13,7 @@ from ...strategies.launching.meeting import LostRankError, failures_posted
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.plan import Plan
 from ..describe.resolve import ResolvedPlan, resolve
+from ..describe.rules import check_split_seed
 from ..telemetry.loggers import check as check_loggers
 from ..telemetry.progress import echo
 from ..training.agreement import Requests
@@ -93,13 +94,7 @@ def _check_needs(plan: ResolvedPlan, config: FitConfig) -> None:
                 f"fit({name}={getattr(config, name)}) needs validation data. Pass a second file to load() (--val), or "
                 "leave it out."
             )
-    data = plan.data
-    # Not in `load`: `cross_validate` adds the folds.
-    if data.split_seed and not data.splits and data.per_class is None and data.limit is None:
-        raise PlanError(
-            f"split_seed={data.split_seed} is the seed of val_split, folds, per_class and limit, which are missing. "
-            "Pass one of them, or leave split_seed out."
-        )
+    check_split_seed(plan.data)
 
 
 def _fit(plan: ResolvedPlan, job: FitJob) -> FitResult:
@@ -118,10 +113,10 @@ def _fit(plan: ResolvedPlan, job: FitJob) -> FitResult:
         interrupted = TrainingInterrupted(None, result, len(outcome.history.epochs), saved)
     except LostRankError as error:
         if error.signal:
-            message = f"Stopped by {error.signal} while not every rank could save. {_how_to_go_on(folder)}"
+            message = f"Stopped by {error.signal} while not every rank could save. {_how_to_go_on(job)}"
             _echo(message, progress)
             raise TrainingPreempted(error.signal, None, message) from None
-        raise StrategyError(f"{error}\n{_how_to_go_on(folder)}") from error.__cause__
+        raise StrategyError(f"{error}\n{_how_to_go_on(job)}") from error.__cause__
     else:
         if not trains_here(plan):  # the ranks had copies
             for one in job.callbacks:
@@ -135,13 +130,12 @@ def _fit(plan: ResolvedPlan, job: FitJob) -> FitResult:
     raise interrupted
 
 
-def _how_to_go_on(folder: Path | None) -> str:
-    store = None if folder is None else CheckpointDir(folder / "checkpoints")
+def _how_to_go_on(job: FitJob) -> str:
+    store = None if job.folder is None else CheckpointDir(job.folder / "checkpoints")
     last = None if store is None or store.run is None else store.last(store.run)
     if last is None:
         return "There is no complete checkpoint; start the training again."
-    how = "Run the same command with --resume (resume='auto') to continue."
-    return f"The last complete checkpoint is {shown(last)}. {how}"
+    return f"The last complete checkpoint is {shown(last)}. Run {job.command_to_continue} to continue."
 
 
 def _echo(note: str, progress: bool) -> None:

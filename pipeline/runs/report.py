@@ -13,8 +13,6 @@ from ...common.errors import CheckpointError, DrivetrainError, RecipeError, requ
 from ...common.pictures import drawn, image_tag
 from ...common.storage.files import write_file
 from ...common.table import Table
-from ...transforms import Transform
-from ...transforms.base import is_own
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.plan import Plan
 from ..ledger.ledger import Ledger
@@ -24,7 +22,7 @@ from ..recipes.core_yaml import dump, parse
 from ..recipes.files import RECIPE
 from ..recipes.script import recipe_and_files
 from ..telemetry.history import HISTORY, History, read_history, shown
-from .analysis.batch import ShownBatch, batch_of
+from .analysis.batch import ShownBatch, batch_of, may_use_the_model
 from .analysis.errors import Errors
 from .analysis.picture import figure_of
 from .checkpoints.directory import CheckpointDir
@@ -152,14 +150,9 @@ def first_batch(spec: PipelineSpec | None) -> ShownBatch:
     if spec is None:
         raise CheckpointError("The result has no pipeline.")
     # The files of weights with which the run began may be gone, and published ones would be downloaded.
-    needed = any(map(_may_use_the_model, spec.transforms))
+    needed = any(map(may_use_the_model, spec.transforms))
     with nullcontext() if needed else weights_omitted():
         return batch_of(spec, 0, SAMPLES, None)
-
-
-def _may_use_the_model(transform: Transform) -> bool:
-    """Whether a batch may depend on what the model computes: by Drivetrain's own transforms, if they select samples."""
-    return transform.selects_samples or transform.unknown or not is_own(type(transform))
 
 
 def _state(history: History, recipe: str) -> str:

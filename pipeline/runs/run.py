@@ -163,14 +163,16 @@ class Run(Observer):
 
     def _compare_data(self) -> None:
         """Raise on all ranks if one has other data: one machine may have looked at files at addresses minutes before,
-        another one since they were replaced; or it lacks manifests, which `preflight` does not compare. It could not
-        resume from the checkpoints, which have the facts of rank 0."""
-        own = [self._facts.get(name) for name in ("training samples", "training data (CRC-32)", VALIDATION)]
-        if len(set(of_all_ranks(json.dumps([own[:2], own[2] and own[2][1]]), self._engine.world_size))) > 1:
+        another one since they were replaced; or it lacks manifests, or has other files of `indices` or `balance`, which
+        `preflight` does not compare. It could not resume from the checkpoints, which have the facts of rank 0."""
+        names = ("training samples", "training data (CRC-32)", "selected samples (CRC-32)", VALIDATION)
+        *own, val = (self._facts.get(name) for name in names)
+        if len(set(of_all_ranks(json.dumps([own, val and val[1]]), self._engine.world_size))) > 1:
             raise StrategyError(
-                "The ranks have other data: one has files without their manifests (.beton.json), or files at addresses "
-                "were replaced within the last ten minutes, after one machine had looked at them. Copy each manifest "
-                "with its file to all machines; or run the same command again later."
+                "The ranks have other data: one has files without their manifests (.beton.json), or another file of "
+                "indices= or balance=; or files at addresses were replaced within the last ten minutes, after one "
+                "machine had looked at them. Copy each manifest with its file, and the file of indices= or balance=, "
+                "to all machines; or run the same command again later."
             )
 
     def _begin(self, choice: ResumePoint) -> None:
@@ -420,7 +422,7 @@ class Run(Observer):
         by = f" by {self._requests.signal}" if self._requests.signal else ""
         where = "nothing was saved, because there are no checkpoints (--out)"
         if saved is not None:
-            where = f"saved {saved}. Run the same command with --resume (resume='auto') to continue"
+            where = f"saved {saved}. Run {self._job.command_to_continue} to continue"
         message = f"Stopped{by} after step {state.step:,}; {where}."
         self._echo(message)
         raise TrainingPreempted(self._requests.signal, saved, message)

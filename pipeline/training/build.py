@@ -6,7 +6,7 @@ import copy
 import difflib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,16 +31,19 @@ from ...loaders.sources import Files, Part, Source, files_of
 from ...strategies import Engine, OptimizerFactory
 from ...strategies.common.meta import materialise, values_follow, without_reset
 from ...strategies.devices import rank_device
-from ...strategies.launching.group import in_group
+from ...strategies.launching.group import in_group, join_group
+from ...strategies.launching.meeting import under_torchrun
 from ...transforms import CHANGES_MODEL, NothingChanged, Report, Transform
 from ..describe.config import LOADERS, DataConfig, DistributedConfig
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.plan import batch_norm_caution
 from ..describe.resolve import ResolvedPlan
+from ..describe.rules import check_epochs
 from ..describe.sources import folder_of, scale_of_targets
 from ..models.factories import CLASSES, name_of_factory
 from ..models.weights import weights_omitted
 from ..optim.groups import GroupedFactory
+from ..optim.optimizers import refuse_unusable
 from ..tasks.means import LossFunction, mean_of
 from ..tasks.nests import map_tensors
 from ..tasks.scales import Scale, scale_of
@@ -111,6 +114,7 @@ class Built:
         without_values: names of tensors that are NaN until a checkpoint is loaded, and why: of a model on the meta
             device, those that no `reset_parameters` initializes.
         metrics: names of the metrics of an evaluation on these classes: those of the task, but perhaps not `top5`.
+        in_own_loop: whether it is of `Pipeline.build`, so that `begin` refuses too few epochs.
 
     Example::
 
@@ -134,11 +138,14 @@ class Built:
     identity: dict[str, str] = field(default_factory=dict)
     without_values: dict[str, str] = field(default_factory=dict)
     metrics: tuple[str, ...] = ()
+    in_own_loop: bool = False
     _begun: Schedule | None = field(default=None, init=False, repr=False)
 
     def begin(self, epochs: int) -> Schedule:
         """Start a training of so many epochs in a loop of your own, from the current weights. Return the schedule,
         whose `set_lr(built.hooks.state.step)` sets the learning rates of a step."""
+        if self.in_own_loop:  # else it was checked; or a batch is shown, perhaps without a number of epochs
+            check_epochs(self.plan.spec, epochs)
         steps = epochs * self.train.full_length
         self.hooks.begin(self.engine, steps, self.train)
         scale = self.plan.optimization.scheduled_scale(self.plan.data.batch_size)
@@ -150,6 +157,7 @@ class Built:
     def begin_epoch(self) -> None:
         """Set training mode, in which frozen BatchNorm layers stay in evaluation, and what transforms change between
         epochs: the image size, frozen layers. Call it before each epoch."""
+        self.engine.reshard()  # an evaluation may have left gathered copies: to freeze these would not last a step
         self.hooks.begin_epoch(self.train, self.plan.data.image_size)
         train_mode(self.engine.model)
 
@@ -184,6 +192,8 @@ def build(
     follow, so tensors may be `Built.without_values`. With `trained`, the model is only evaluated: the training data is
     not opened, and `Built.train` is that of the evaluation. All errors are raised before any training."""
     how = plan.distribution
+    if plan.needs_ranks and under_torchrun() and not in_group():  # for a custom loop: `fit` has joined them by now
+        join_group(device=how.device, timeout=how.timeout)  # before the loaders: each loads the share of its rank
     device = expected_device(how)
     train, val = make_loaders(plan, device, evaluates=trained is not None)
     parts = make_parts(plan, train, val, trained)
@@ -199,14 +209,15 @@ def build(
     split = batch_norm_caution(how, plan.data.batch_size, parts.model)
     # Values of a model on the meta device come from the seed, whatever the process has drawn before.
     with fork_rng(plan.seed) if on_meta(parts.model) else nullcontext(), values_follow() as unwritten:
-        engine = plan.strategy.prepare(parts.model, factory, **how.step_options)
+        engine = plan.strategy.prepare(parts.model, partial(_usable, factory), **how.step_options)
     vacant |= {name: why for name, why in unwritten.items() if name not in later}
     if not resumes:
         refuse_vacant(vacant)
     if later:
         engine.import_state(later, strict=False)
     note = factory.note if isinstance(factory, GroupedFactory) else ""
-    if engine.device != device:
+    # With devices=1, `prepare` may be the first to join the ranks of torchrun.
+    if engine.device != device or engine.world_size != train.settings.world_size:
         train.close()
         if val is not None:
             val.close()
@@ -249,6 +260,12 @@ class Parts:
         task, (outputs, targets) = self.plan.task, self.example
         loss = training_loss(self.plan, device)
         outputs, targets = map_tensors(lambda tensor: tensor.to(device), (outputs, targets))
+        mixing = next((t for t in self.plan.transforms if t.kind == "batch" and t.soft_targets), None)
+        if mixing is not None and task.kind == "class indices" and self.width is None:
+            raise PlanError(
+                f"{type(mixing).__name__} makes probabilities of class indices, but {type(task).__name__}.check does "
+                "not return the number of classes. Return it there."
+            )
         soft = any(t.soft_targets for t in self.plan.transforms)
         classes = self.width if task.kind == "class indices" else None
         mean, transforms = task.mean(loss.base), self.plan.transforms
@@ -534,6 +551,14 @@ def optimizer_factory(plan: ResolvedPlan, model: nn.Module | None = None) -> Opt
         return factory
     assert model is not None
     return GroupedFactory(factory, plan.optimization.full_groups, model)
+
+
+def _usable(factory: OptimizerFactory, parameters: Iterable[Any]) -> torch.optim.Optimizer:
+    """Call the factory. What a function of the user returns is known only now."""
+    optimizer = factory(parameters)
+    if isinstance(optimizer, torch.optim.Optimizer):  # it may be something that only behaves like one
+        refuse_unusable(type(optimizer))
+    return optimizer
 
 
 def training_loss(plan: ResolvedPlan, device: torch.device) -> TaskLoss:

@@ -26,12 +26,26 @@ def calibrate(
 ) -> None:
     """Set BatchNorm's running statistics to the mean over the first `BATCHES` training batches of an epoch, which
     depend on the seed and the epoch only, so that a resumed run has the same. Without BatchNorm, do nothing. Nothing
-    else of the model changes, and no random numbers are drawn."""
+    else of the model changes, not its mode either, and no random numbers are drawn."""
+    modes = [(module, module.training) for module in engine.model.modules()]
     train_mode(engine.model)
     modules = engine.plain_model.modules()
     norms = [each for each in modules if isinstance(each, _BatchNorm) and each.training and each.track_running_stats]
-    if not norms:
-        return
+    try:
+        if norms:
+            _measure(engine, make_loader, loss, epoch, norms)
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _measure(
+    engine: Engine,
+    make_loader: Callable[[], AbstractContextManager[EpochLoader]],
+    loss: LossFunction,
+    epoch: int,
+    norms: list[_BatchNorm],
+) -> None:
     momenta = [norm.momentum for norm in norms]
     engine.model.eval()
     for norm in norms:
@@ -50,4 +64,3 @@ def calibrate(
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
-        train_mode(engine.model)

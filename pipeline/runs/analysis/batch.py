@@ -16,12 +16,15 @@ from numpy.typing import NDArray
 from ....common.errors import PlanError, require
 from ....common.pictures import INK, check_picture, displayed, gallery, literal, save_picture
 from ....loaders.beton.targets import palette
+from ....transforms import Transform
+from ....transforms.base import is_own
 from ...describe.pipeline_spec import PipelineSpec
 from ...describe.resolve import resolve
 from ...tasks.nests import join_samples, labels_of, pair
 from ...tasks.standard import IGNORED, Segmentation
 from ...tasks.task import names_of
 from ...training.build import build, fork_rng, resolve_data
+from ..initial import initial_weights
 from .judge import shown
 from .marks import Mark, color_of, marked, marks_of, masks_of
 from .picture import masked
@@ -145,14 +148,17 @@ def batch_of(spec: PipelineSpec, epoch: int, count: int, epochs: int | None) -> 
     epochs = planned or epoch + 1
     if epoch >= epochs:
         raise PlanError(f"epoch={epoch} is not one of the pipeline's {epochs} epochs, counted from 0.")
+    # Views are compared with those of the whole batch, and no transform changes a part of it by itself.
+    ranks = 1 if spec.target.kind == "views" else how.ranks
     alone = dataclasses.replace(
-        how, strategy="single", devices=1, accumulate=how.accumulate * how.ranks, compile=False,
+        how, strategy="single", devices=1, accumulate=how.accumulate * ranks, compile=False,
         activation_checkpointing=False, sync_batchnorm=False,
         options={} if how.device is None else {"device": how.device},
     )  # fmt: skip
     # Without a number of epochs, none can be too few for a transform.
     plan = resolve_data(resolve(spec.replace(distribution=alone, epochs=planned)), progress=False)
-    with fork_rng(plan.seed), build(plan) as built:
+    begins = initial_weights(plan) if any(map(may_use_the_model, plan.transforms)) else None
+    with fork_rng(plan.seed), build(plan, begins) as built:
         built.begin(epochs)
         state = built.hooks.state
         state.epoch, state.step = epoch, epoch * len(built.train)
@@ -187,6 +193,11 @@ def batch_of(spec: PipelineSpec, epoch: int, count: int, epochs: int | None) -> 
         size = "×".join(map(str, views[0].shape[-2:]))
         title = f"epoch {epoch} of {epochs}, step {state.step}: {len(pictures)} of {len(images)} images, {size} pixels"
     return ShownBatch(title, pictures, texts, masks, tuple(classes), colors, marks)
+
+
+def may_use_the_model(transform: Transform) -> bool:
+    """Whether a batch may depend on what the model computes: by Drivetrain's own transforms, if they select samples."""
+    return transform.selects_samples or transform.unknown or not is_own(type(transform))
 
 
 def _text(target: torch.Tensor, classes: list[str], kind: str) -> str:

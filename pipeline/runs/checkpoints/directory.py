@@ -198,9 +198,11 @@ class CheckpointDir:
         """For messages: its files are not verified."""
         return next((checkpoint.path for checkpoint in self.of_run(run)), None)
 
-    def prune(self, run: str, options: Checkpoints) -> None:
-        """Remove the checkpoints that `options` does not keep. Call it once a checkpoint of the run is complete."""
-        own = list({c.content.step: c for c in reversed([*self.of_run(run)])}.values())[::-1]  # see `path`
+    def prune(self, run: str, step: int, options: Checkpoints) -> None:
+        """Remove the checkpoints that `options` does not keep. Call it once that of `step` is complete: later ones of
+        the run are damaged, because it resumed from an older one, and would take the places of those that follow."""
+        until = [c for c in self.of_run(run) if c.content.step <= step]
+        own = list({c.content.step: c for c in reversed(until)}.values())[::-1]  # see `path`
         kept = {checkpoint.path for checkpoint in own[: options.keep]}
         best = best_of(own)
         if options.keep_best and best is not None:

@@ -291,7 +291,7 @@ class Checkpoint:
             raise ShapeError(f"its shards.files: {shards.files} files of {ranks} ranks")
         names = {name for kind in (*SHARED, OWN) for name in self._names(kind)}
         if shards is None:
-            names |= {_index_name(kind) for kind in SHARED if len(self._names(kind)) > 1}
+            names |= {f"{kind}.safetensors.index.json" for kind in SHARED if len(self._names(kind)) > 1}
         for name in sorted(self.content.files.keys() - names):  # it could point outside the folder
             raise ShapeError(f"it lists {name!r}, which is not a file that checkpoints have")
         for name in sorted(names - self.content.files.keys()):  # its tensors would not be restored
@@ -311,10 +311,6 @@ def grouped(*several: Tensors) -> dict[str, Tensors]:
 def _file_name(kind: str, rank: int, ranks: int) -> str:
     shard = "" if ranks == 1 else f"-{rank + 1:05d}-of-{ranks:05d}"
     return f"{kind}{shard}.safetensors"
-
-
-def _index_name(kind: str) -> str:
-    return f"{kind}.safetensors.index.json"
 
 
 def _raise_unreached(place: str | Path, name: str, error: Exception) -> None:

@@ -133,7 +133,7 @@ class CheckpointWriter:
         if remote is None:
             if self._wait_for(lambda: self._are_written(temporary), _ROUND):
                 finish(temporary, target, content, self._engine.world_size)
-                self._store.prune(self._run, self._options)
+                self._store.prune(self._run, content.step, self._options)
             return
         ranks = self._engine.world_size
         notes = {self._note(rank): note_path(temporary, rank) for rank in range(ranks) if ranks > 1}
@@ -145,7 +145,7 @@ class CheckpointWriter:
         with self._kept_here(temporary, content):
             remote.send(target.name, {STATE: target / STATE})
         remote.files.remove([f"{CHECKPOINTS}/{target.name}/{name}" for name in notes])
-        self._store.prune(self._run, self._options)
+        self._store.prune(self._run, content.step, self._options)
 
     def _note(self, rank: int) -> str:
         """Return the name of a rank's note at the address, where notes of an attempt that was killed may be left."""

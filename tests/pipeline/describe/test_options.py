@@ -2,7 +2,6 @@
 
 import inspect
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from drivetrain.pipeline.optim.config import OptimizerConfig
 from drivetrain.pipeline.recipes.schema import DEFAULTS, KEYS, keys_of
 from drivetrain.pipeline.runs.config import FitConfig
 from places import CI, ROOT, load_script
-from process_state import run_json
+from process_state import output_of, run_json
 
 METHODS: dict[str, tuple[type[Config], ...]] = {
     "load": (DataConfig, ImageOptions), "optimize": (OptimizerConfig,), "distribute": (DistributedConfig,),
@@ -207,11 +206,8 @@ def test_an_option_that_is_added_in_one_place_is_found_everywhere(tmp_path: Path
         assert text.count(f"\n    {before}") == 1
         (copy / file).write_text(text.replace(f"    {before}", f"{NEW.format(name=name)}    {before}"))
     # The second place is what type checkers read, which this command writes.
-    command = [sys.executable, str(CI / "signatures.py")]
-    done = subprocess.run(
-        command, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=True
-    )
-    written = {Path(line).relative_to(copy).as_posix() for line in done.stdout.splitlines()}
+    done = output_of(sys.executable, CI / "signatures.py", cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
+    written = {Path(line).relative_to(copy).as_posix() for line in done.splitlines()}
     assert written == {"loaders/options.py", "strategies/options.py", "pipeline/describe/pipeline_spec.py"}
     found = run_json(FOUND, tmp_path)
     assert Path(found.pop("file")) == copy / "__init__.py"

@@ -129,6 +129,18 @@ def test_selection_has_a_loss_for_each_image(toy: Toy) -> None:
     assert pipeline.fit(epochs=2, progress=False).accuracy is not None
 
 
+def test_the_plan_has_a_caution_if_freezing_changes_a_compiled_model_often(toy: Toy) -> None:
+    def cautions(freezing: t.Transform, epochs: int | None, **how: Any) -> list[str]:
+        return toy.pipeline().transform(freezing).replace(epochs=epochs).distribute("single", **how).plan().cautions
+
+    for epochs in (15, None):
+        (caution,) = cautions(t.LayerFreezing(0.5), epochs, compile=True)
+        assert "LayerFreezing changes the model at the start of epochs, and torch compiles 8 versions" in caution
+        assert cautions(t.LayerFreezing(0.5), epochs) == []
+        assert cautions(t.LayerFreezing(0.5, freeze_level=0.0), epochs, compile=True) == []
+    assert cautions(t.LayerFreezing(0.5), 13, compile=True) == []  # six times, after the first version
+
+
 def test_the_caution_about_a_split_batch_is_not_of_ghost_batch_norm(toy: Toy) -> None:
     """Its groups are small in any case, and the remedy sync_batchnorm=True is refused with it."""
     for model in (batch_norm_model, batch_norm_model()):

@@ -3,6 +3,7 @@
 import json
 import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,14 @@ def test_the_same_is_held_out_with_any_seed_of_training(toy: Toy) -> None:
     with one.build() as first, one.replace(seed=5).build() as second:
         assert set(first.train.indices) == set(second.train.indices)
         assert (first.val.indices == second.val.indices).all()
+
+
+def test_a_seed_without_a_selection_is_refused(toy: Toy) -> None:
+    pipeline = toy.pipeline().load(toy.train, toy.val, batch_size=8, image_size=SIDE, split_seed=1)
+    calls: tuple[Callable[[], object], ...] = (pipeline.build, pipeline.tune, lambda: pipeline.fit(epochs=1))
+    for call in calls:
+        with pytest.raises(PlanError, match=r"split_seed=1 is the seed of val_split.* which are missing"):
+            call()
 
 
 def test_folds_are_a_partition(toy: Toy) -> None:

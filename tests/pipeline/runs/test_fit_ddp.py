@@ -1,7 +1,6 @@
 """`Pipeline.fit` on two ranks: the same numbers as on one device, and the same errors."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -29,6 +28,7 @@ from pipeline_data import (
     plain_model,
     write_toy,
 )
+from process_state import run
 
 pytestmark = pytest.mark.process
 
@@ -269,10 +269,7 @@ def test_a_model_of_a_script_without_a_main_guard(toy: Toy, tmp_path: Path) -> N
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     out = tmp_path / "run"
-    done = subprocess.run(
-        [sys.executable, str(script), toy.train, toy.val, str(out)],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    done = run(sys.executable, script, toy.train, toy.val, out, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("epoch 1  loss") == 1  # rank 0 alone shows progress
     # A notebook shows standard error in red, and out of order: what ranks show there goes to standard output.

@@ -12,6 +12,7 @@ import pytest
 import torch
 from command_line import done, run
 from drivetrain import Classification, Pipeline, PlanError
+from drivetrain.strategies import launch
 from pipeline_data import CLASSES, SIDE, TRAIN, Toy
 from torchmetrics import SumMetric
 
@@ -106,3 +107,13 @@ def test_the_command_continues_in_the_folder_of_its_recipe(toy: Toy, tmp_path: P
     times = [json.loads(each.read_text())["epochs"][0]["seconds"] for each in histories]
     assert (done(*command), len(times)) == (first, 2)
     assert [json.loads(each.read_text())["epochs"][0]["seconds"] for each in histories] == times
+
+
+@pytest.mark.process
+def test_of_several_ranks_one_prints(toy: Toy, tmp_path: Path) -> None:
+    """Each rank runs the command, as torchrun starts it."""
+    recipe = toy.named().distribute("ddp", device="cpu", devices=2).replace(epochs=1).to_recipe()
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe))
+    command = ("folds", f"{tmp_path / 'recipe.json'}", "--folds", "2", "--json", "--quiet")
+    first, second = launch(done, *command, devices=2, device="cpu", timeout=120)
+    assert (len(json.loads(first)["folds"]), second) == (2, "")

@@ -18,7 +18,7 @@ from drivetrain.pipeline import Ledger, LedgerInterrupted, TrainingInterrupted
 from PIL import Image
 from pipeline_data import BATCH, CLASSES, RUN_FILES, SIDE, TRAIN, Sleepy, Toy, evaluated, left_in, plain_model
 from places import SUPPORT
-from process_state import wait_until_ended
+from process_state import wait_until, wait_until_ended
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.process
@@ -61,14 +61,6 @@ def start(started: list[subprocess.Popen[str]], command: list[str]) -> subproces
     return process
 
 
-def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def interrupt(process: subprocess.Popen[str]) -> tuple[str, str]:
     """Send SIGINT as a terminal does, to the whole process group; return the output when all of it has ended."""
     family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
@@ -91,7 +83,7 @@ def test_scripts_that_are_interrupted(toy: Toy, tmp_path: Path, started: list[su
         for out in [out for out in running if (out / "history.json").exists()]:
             assert_keeps_the_first_epoch(running.pop(out), out, toy.val)
         for process in running.values():
-            wait_for(lambda: True, process)
+            assert process.poll() is None, process.communicate()
         time.sleep(0.01)
 
 
@@ -250,13 +242,13 @@ def test_the_command_line_ends_with_a_line(toy: Toy, tmp_path: Path, started: li
         command("ledger", "cifar10-quickstart", *values, *files, "--out", str(measured), "--seconds", "600"),
     )
     convert = start(started, command("convert", str(photos), str(tmp_path / "photos.beton")))
-    wait_for(lambda: list(tmp_path.glob(".photos.beton*")), convert)
+    wait_until(lambda: list(tmp_path.glob(".photos.beton*")), convert)
     _, errors = interrupt(convert)
     assert (convert.returncode, errors.count("Traceback")) == (130, 0), errors
     assert errors.splitlines()[-1].startswith("Interrupted: ")
     assert not list(tmp_path.glob("*photos.beton*"))
 
-    wait_for((run / "history.json").exists, train)
+    wait_until((run / "history.json").exists, train)
     _, errors = interrupt(train)
     assert (train.returncode, errors.count("Traceback")) == (130, 0), errors
     told = errors.splitlines()[-1]
@@ -264,7 +256,7 @@ def test_the_command_line_ends_with_a_line(toy: Toy, tmp_path: Path, started: li
     assert told.endswith(". Run the same command with --resume to continue from there.")
     assert {*left_in(run)} - {"curves.png"} == {*KEPT}  # drawn where many seconds have passed
 
-    wait_for(measured.exists, ledger)
+    wait_until(measured.exists, ledger)
     time.sleep(2)
     output, errors = interrupt(ledger)
     assert (ledger.returncode, errors.count("Traceback")) == (130, 0), errors

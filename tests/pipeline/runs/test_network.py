@@ -171,7 +171,7 @@ def test_a_link_goes_down(
         assert line.startswith(f"StrategyError: Rank {rank} of 2 (node{rank}) stops, because ")
         assert ("rank 1 (node1, process " if rank == 0 else "the host of rank 0 does not answer at node0:") in line
         saved = max((job.out / "checkpoints").glob("step-*"))
-        assert f"The last complete checkpoint is {saved}. Run the same command with --resume" in agent.output
+        assert f"The last complete checkpoint is {saved}. Run the same command again" in agent.output
     if where == "switch":
         cluster.machines[1].plug()
     else:

@@ -1,6 +1,8 @@
 """Before a run, two ranks compare what they are about to train, and both say in one sentence what differs."""
 
+import contextlib
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from drivetrain.pipeline.runs.artifacts import FitJob
 from drivetrain.pipeline.runs.checkpoints.fingerprint import fingerprint
 from drivetrain.pipeline.runs.preflight import facts
 from drivetrain.transforms import LabelSmoothing, MixUp
-from pipeline_data import Toy, batch_norm_model, write_toy
+from pipeline_data import TRAIN, Toy, batch_norm_model, write_toy
 
 
 def after_another_look(pipeline: Pipeline, bare: Pipeline) -> list[str]:
@@ -42,6 +44,31 @@ def test_ranks_that_know_other_data_do_not_train(toy: Toy, tmp_path: Path) -> No
     for said in first:
         assert said.startswith("The ranks have other data")
         assert "Copy each manifest with its file" in said
+
+
+def with_a_file_of_its_own(pipeline: Pipeline, folder: Path) -> str:
+    """As on two machines, each of which has its own file of that name."""
+    with contextlib.chdir(folder / str(dist.get_rank())), pytest.raises(StrategyError) as error:
+        pipeline.fit(epochs=1, progress=False)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "contents"),
+    [("indices", [[*range(64)], [*range(64, TRAIN)]]), ("balance", [[1] * TRAIN, [*range(1, TRAIN + 1)]])],
+    ids=["indices", "balance"],
+)
+def test_ranks_that_select_other_samples_do_not_train(
+    option: str, contents: list[list[int]], toy: Toy, tmp_path: Path
+) -> None:
+    for rank, values in enumerate(contents):
+        (tmp_path / str(rank)).mkdir()
+        (tmp_path / str(rank) / "chosen.json").write_text(json.dumps(values))
+    pipeline = toy.pipeline(**{option: "chosen.json"}).distribute("ddp", devices=2, device="cpu")
+    first, second = strategies.launch(with_a_file_of_its_own, pipeline, tmp_path, devices=2, device="cpu")
+    assert first == second
+    assert first.startswith("The ranks have other data")
+    assert "another file of indices= or balance=" in first
 
 
 @pytest.mark.process

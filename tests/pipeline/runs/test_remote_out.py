@@ -314,8 +314,9 @@ def test_what_stays_on_this_machine_is_not_written_to_a_folder_named_s3(
         lambda: toy.pipeline().race(target=0.5, epochs=1, out="s3://bucket/race.json"),
         lambda: toy.pipeline().tune(seconds=1, out="s3://bucket/tuned.json"),
         lambda: Profile(Path("s3://bucket/trace.json")),
+        lambda: Profile("simplecache::s3://bucket/trace.json"),
     ):
-        with pytest.raises(PlanError, match=r"out='s3:.*\.json' is an address. Pass a path of this machine\."):
+        with pytest.raises(PlanError, match=r"out='[\w:]*s3:.*\.json' is an address. Pass a path of this machine\."):
             write()
     assert not (tmp_path / "s3:").exists()
 

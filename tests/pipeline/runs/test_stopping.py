@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from checkpoint_kill_server import Losses
 from cluster_jobs import Signals, SignalsWhileLoaded, Slow
+from command_line import call
 from drivetrain import Callback, Pipeline, PlanError, RunView
 from drivetrain.common.signals import handled
 from drivetrain.pipeline import Checkpoints, TrainingInterrupted, TrainingPreempted
@@ -25,6 +26,7 @@ from drivetrain.strategies.launching.launcher import launch
 from drivetrain.transforms import EMA, MixUp, ProgressiveResizing
 from pipeline_data import Toy, batch_norm_model
 from places import SUPPORT
+from process_state import wait_until
 from same_runs import assert_same_run
 
 STEPS = 4  # in an epoch of the toy data
@@ -169,6 +171,18 @@ def test_after_the_last_step_the_run_is_finished(toy: Toy, tmp_path: Path) -> No
     assert len(result.history.epochs) == 2
 
 
+def test_the_folds_of_the_command_continue_by_the_same_command(toy: Toy, tmp_path: Path) -> None:
+    """Stopped after the first steps of each fold; `drivetrain folds` has no --resume."""
+    recipe = toy.named().load(toy.train, batch_size=16, image_size=16, workers=1).replace(epochs=2).to_recipe()
+    recipe |= {"out": f"{tmp_path / 'cv'}", "callbacks": [{"name": "cluster_jobs:Signals", "step": 1}]}
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe))
+    with handled([signal.SIGUSR1], lambda *_: None):  # whose usual effect is the end of the process
+        ends = [call("folds", f"{tmp_path / 'recipe.json'}", "--folds", "2", *how) for how in ((), ("--quiet",), ())]
+    assert [end.code for end in ends] == [75, 75, 0], ends
+    for fold, end in enumerate(ends[:2]):
+        assert f"fold-{fold}/checkpoints/step-00000002. Run the same command again to continue." in end.out + end.err
+
+
 def test_without_a_folder_nothing_is_saved(toy: Toy, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(TrainingPreempted) as ended:
         toy.pipeline().fit(epochs=2, stop_on=("SIGUSR1",), callbacks=[Signals(1)])
@@ -287,10 +301,7 @@ def test_the_command_ends_with_its_status(toy: Toy, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": path}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     try:
-        deadline = time.monotonic() + 100
-        while not list(tmp_path.glob("run/checkpoints/step-*")) and time.monotonic() < deadline:
-            assert process.poll() is None
-            time.sleep(0.05)
+        wait_until(lambda: list(tmp_path.glob("run/checkpoints/step-*")), process, seconds=100)
         process.terminate()
         output, errors = process.communicate(timeout=60)
     finally:

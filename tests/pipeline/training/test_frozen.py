@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 from drivetrain.common.model_state import describe_frozen, frozen_norms, train_mode
+from drivetrain.pipeline import evaluate, train_epoch
 from drivetrain.transforms import EMA, BlurPool, LayerFreezing
-from pipeline_data import CLASSES, Toy
+from pipeline_data import CLASSES, Toy, batch_norm_model
 from torch import nn
 
 
@@ -50,6 +51,25 @@ def test_custom_loops(toy: Toy) -> None:
     model = half_frozen().requires_grad_(True).train()
     LayerFreezing(0.0).freeze(model, 0.7)
     assert [norm.training for norm in (model[0][1], model[0][2], model[1][0])] == [False, False, True]
+
+
+@pytest.mark.usefixtures("one_process_group")
+def test_layers_freeze_after_an_evaluation_of_shards(toy: Toy) -> None:
+    """It leaves copies of parameters gathered, and each step makes them again from the shards."""
+    pipeline = toy.pipeline(batch_norm_model).transform(LayerFreezing(0.0)).distribute("fsdp", device="cpu")
+    with pipeline.build() as built:
+        built.begin(epochs=2)
+        built.begin_epoch()
+        train_epoch(built.engine, built.train, built.loss, built.hooks)
+        before = built.engine.export_state()
+        assert built.val is not None
+        evaluate(built.engine, built.val, built.hooks)
+        built.begin_epoch()  # of three layers, one is frozen now
+        train_epoch(built.engine, built.train, built.loss, built.hooks)
+        after = built.engine.export_state()
+    moved = {name for name, value in after.items() if not torch.equal(value, before[name])}
+    assert "5.weight" in moved
+    assert "0.weight" not in moved
 
 
 def test_what_is_frozen_is_named(toy: Toy) -> None:

@@ -36,7 +36,8 @@ from means_jobs import (
 from own_transforms import First12, Own, WithoutTheFirstClass, by_image, hard
 from parity_draws import COMPLEX, LOSSES, Draw, differences, draws, on_ranks, reference
 from parity_jobs import NAMES as PARITY_NAMES
-from pipeline_data import BATCH, CLASSES, SIDE, Toy, batch_norm_model, plain_model, write_toy
+from pipeline_data import BATCH, CLASSES, SIDE, Toy, batch_norm_model, crcs, own_loops, plain_model, write_toy
+from process_state import free_port
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -511,6 +512,18 @@ def test_a_share_without_samples_adds_nothing_to_an_evaluation() -> None:
     first, second = batches(2)
     nothing = first[0][:0], first[1][:0]
     assert evaluate(engine, [nothing, first, nothing, second]) == evaluate(engine, [first, second])
+
+
+@pytest.mark.process
+def test_a_loop_of_ones_own_under_torchrun_loads_the_shares_of_its_ranks(toy: Toy) -> None:
+    """Also with devices=1, where `ddp` joins them only when it wraps the model."""
+    both = [toy.pipeline().distribute("ddp", device="cpu", devices=devices, timeout=77) for devices in (2, 1)]
+    with toy.pipeline().distribute("single", device="cpu").build() as built:
+        alone = crcs(built.train)
+    first, second = launch(own_loops, both, [free_port(), free_port()], devices=2, device="cpu", timeout=120)
+    for (one, _), (other, _) in zip(first, second, strict=True):
+        assert [own + more for own, more in zip(one, other, strict=True)] == alone
+    assert first[0][1] == second[0][1] == 77
 
 
 @pytest.mark.process

@@ -203,6 +203,16 @@ def test_frozen_layers_stop(toy: Toy) -> None:
         assert [parameter.requires_grad for parameter in model.parameters()] == [False, *[True] * 4]
 
 
+def test_a_loop_of_ones_own_is_long_enough_for_its_methods(toy: Toy) -> None:
+    """As `fit` is; a batch is shown without a number of epochs."""
+    pipeline = toy.pipeline(plain_model).transform(t.ProgressiveResizing())
+    with pipeline.build() as built:
+        with pytest.raises(PlanError, match="with epochs=1 none would have full size"):
+            built.begin(1)
+        built.begin(8)
+    pipeline.show_batch(samples=1)
+
+
 def test_no_weight_decay_reaches_the_optimizer(toy: Toy) -> None:
     pipeline = toy.pipeline().optimize("adamw", lr=0.01, weight_decay=0.3).transform(t.NoWeightDecay())
     with pipeline.build() as built:

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from command_line import call, toy_values
 from drivetrain import Classification, Contrastive, DataError, Pipeline, PlanError, Segmentation, Task
 from drivetrain.loaders import FFCVLoader, convert
+from drivetrain.pipeline.describe.config import FitOptions
 from drivetrain.pipeline.runs.analysis.batch import ShownBatch
-from drivetrain.transforms import CutMix, InfoBatch, MixUp, ProgressiveResizing
+from drivetrain.transforms import CutMix, InfoBatch, MixUp, ProgressiveResizing, SelectiveBackprop
 from PIL import Image
 from pipeline_data import BATCH, SIDE, TRAIN, Layered, Toy
 from torch import nn
@@ -92,6 +93,22 @@ def test_microbatches_of_ranks_are_those_of_one(toy: Toy) -> None:
     agree(pipeline.distribute("ddp", devices=2, device="cpu").show_batch(samples=BATCH), first)
 
 
+def test_samples_are_selected_by_the_weights_that_training_begins_with(toy: Toy, tmp_path: Path) -> None:
+    """Those of `init_from`, here with the opposite logits, for which other losses are the highest."""
+    own = toy.pipeline(Spy).transform(SelectiveBackprop(0.0, 1.0, interrupt=0))
+    with own.build() as built:
+        state = built.engine.export_state()
+    opposite = {name: -value if name.startswith("layers.4.") else value for name, value in state.items()}
+    torch.save(opposite, tmp_path / "opposite.pt")
+    begun = own.replace(fit_options=FitOptions(init_from=tmp_path / "opposite.pt"))
+    for pipeline in (own, begun):
+        SEEN["images"].clear()
+        pipeline.fit(epochs=1, progress=False)
+        whole, selected = SEEN["images"][:2]
+        assert (len(whole), len(selected)) == (BATCH, BATCH // 2)
+        agree(pipeline.show_batch(), selected)
+
+
 def test_nothing_of_the_process_changes(toy: Toy) -> None:
     state, pipeline = torch.get_rng_state(), toy.pipeline()
     batch = pipeline.show_batch(1, samples=3)
@@ -121,6 +138,19 @@ def test_views_stand_beside_each_other(toy: Toy) -> None:
             assert np.abs(picture - own.clip(0, 255)).max() <= 0.51
     assert batch.texts == tuple("abcd"[label] for label in labels[:4])
     assert len(batch.show().axes) == 8
+
+
+def test_views_of_several_ranks_are_one_batch(toy: Toy) -> None:
+    """Contrastive learning refuses microbatches, which it would compare by themselves, and takes several ranks."""
+    model = Pipeline("cifar_resnet", num_classes=4, width=4).task(Contrastive())
+    pipeline = model.load(toy.train, batch_size=BATCH, image_size=SIDE, views=2, workers=1)
+    alone, several = (
+        pipeline.distribute(strategy, devices=devices, device="cpu").show_batch(samples=3)
+        for strategy, devices in (("single", 1), ("ddp", 2))
+    )
+    assert several.texts == alone.texts
+    assert [len(views) for views in several.pictures] == [2] * 3
+    assert all(np.array_equal(one, other) for one, other in zip(several.pictures, alone.pictures, strict=True))
 
 
 def test_masks_are_those_of_the_loader(tmp_path: Path) -> None:

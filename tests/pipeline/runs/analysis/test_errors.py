@@ -13,7 +13,7 @@ import task_jobs as jobs
 import torch
 import torch.nn.functional as F
 import yaml
-from command_line import call
+from command_line import call, done_under_torchrun
 from drivetrain import DataError, MultiLabel, Pipeline, PlanError, Segmentation, Task
 from drivetrain.loaders import FFCVLoader, convert
 from drivetrain.pipeline import load_run
@@ -28,6 +28,7 @@ from drivetrain.pipeline.runs.analysis.errors import (
     wilson,
 )
 from drivetrain.pipeline.runs.result import _on_one_device
+from drivetrain.strategies import launch
 from drivetrain.transforms import TestTimeFlip
 from hypothesis import given
 from hypothesis import strategies as st
@@ -356,6 +357,15 @@ def test_the_command(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "precision" in end.out
     assert Path("e.png").exists()
     assert json.loads(call("errors", "run", "--data", toy.train, "--json").out)["samples"] == 128
+
+
+@pytest.mark.process
+def test_of_several_ranks_one_prints(toy: Toy, tmp_path: Path) -> None:
+    pipeline = toy.named().distribute("ddp", device="cpu", devices=2)
+    pipeline.fit(epochs=1, out=tmp_path / "run", progress=False, checkpoints=None)
+    command = ("errors", f"{tmp_path / 'run'}", "--json")
+    first, second = launch(done_under_torchrun, *command, devices=2, device="cpu", timeout=120)
+    assert (json.loads(first)["samples"], second) == (VAL, "")
 
 
 class Declared(Task):

@@ -3,7 +3,6 @@ exported as plain state dicts that load without Drivetrain."""
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +28,7 @@ from drivetrain.transforms import EMA, SAM, SWA, BlurPool, ChannelsLast, Factori
 from drivetrain.transforms.common.averaging import Averages
 from msgspec import structs
 from pipeline_data import BATCH, CLASSES, SIDE, Toy, batch_norm_model
+from process_state import output_of
 from safetensors.torch import load_file
 from stateful_models import Complex, Growing, Remembering, difference, kept
 from torch import nn
@@ -245,13 +245,9 @@ def test_a_model_of_torchvision_loads_without_drivetrain(toy: Toy, tmp_path: Pat
     )
     result, _ = exported(pipeline, 1, tmp_path)
     packages = str(Path(torch.__file__).parent.parent)
-    done = subprocess.run(
-        [sys.executable, "-S", "-I", "-c", FOREIGN, packages, str(tmp_path / "plain.safetensors"),
-         str(tmp_path / "output.pt")],
-        capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = torch.load(tmp_path / "output.pt", weights_only=True)
+    files = tmp_path / "plain.safetensors", tmp_path / "output.pt"
+    output_of(sys.executable, "-S", "-I", "-c", FOREIGN, packages, *files, timeout=120, cwd=tmp_path)
+    found = torch.load(files[1], weights_only=True)
     unmodified = torchvision.models.squeezenet1_1(num_classes=CLASSES, dropout=0.0).eval()
     unmodified.load_state_dict(result.plain_state())
     torch.testing.assert_close(found, unmodified(torch.ones(1, 3, 32, 32)), rtol=1e-4, atol=1e-5)

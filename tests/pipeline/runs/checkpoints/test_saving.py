@@ -177,6 +177,22 @@ def test_a_newer_one_that_is_damaged_is_no_reason_to_refuse(toy: Toy, tmp_path: 
     assert steps_in(tmp_path) == [4, 8, 12]
 
 
+def test_a_newer_one_that_is_damaged_takes_no_place_of_those_that_follow(toy: Toy, tmp_path: Path) -> None:
+    """Else `keep=1` would keep only the damaged one, and remove what the resumed run has just saved."""
+    pipeline, one = toy.pipeline(plain_model), Checkpoints(keep=1, keep_best=False)
+    whole = fit(pipeline, 2, out=tmp_path, checkpoints=Checkpoints(keep=2, keep_best=False))
+    assert steps_in(tmp_path) == [STEPS, 2 * STEPS]
+    (tmp_path / "checkpoints" / f"step-{2 * STEPS:08d}" / "model.safetensors").write_bytes(b"")
+    own: dict[str, Any] = {"out": tmp_path, "checkpoints": one, "resume": "auto"}
+    with pytest.warns(CheckpointWarning, match="is damaged"), pytest.raises(TrainingPreempted):
+        fit(pipeline, 2, **own, stop_on=["SIGUSR1"], callbacks=[Signals(STEPS + 1)])
+    (left,) = steps_in(tmp_path)
+    assert STEPS < left < 2 * STEPS
+    resumed = fit(pipeline, 2, **own)
+    assert resumed.history.facts["resumed"][-1]["step"] == left
+    assert numbers(resumed) == numbers(whole)
+
+
 def test_a_crash_before_the_first_checkpoint_of_a_branch(toy: Toy, tmp_path: Path) -> None:
     """`auto` then begins where the branch began, and the run that it came from has all of its checkpoints."""
     pipeline, trunk, out = toy.pipeline(lambda: Sleepy(0)), tmp_path / "trunk", tmp_path / "branch"
