@@ -3,6 +3,7 @@ address, listed, read, written and removed, each complete or absent."""
 
 import hashlib
 import json
+import os
 import random
 import re
 import socket
@@ -53,7 +54,7 @@ def local_path(place: str | Path, option: str, error: type[DrivetrainError]) -> 
     """Return a path of this machine. Raise `error` for an address, which would become a folder named `s3:`."""
     if not isinstance(place, str | Path):
         raise error(f"{option}={place!r:.80} is not a path.")
-    if re.match(r"\w+:/", str(place)):
+    if re.match(r"(\w+::)*\w+:/", str(place)):  # fsspec's "simplecache::s3://…", too
         raise error(f"{option}={str(place)!r} is an address. Pass a path of this machine.")
     return Path(place)
 
@@ -66,12 +67,23 @@ def stamp(name: str | Path, patience: float | None = None) -> list[Any]:
             return [*RemoteFile(str(name), patience).facts()]
         path = Path(name)
         if path.is_dir():
-            files = sorted(one for one in path.rglob("*") if one.is_file())
+            files = sorted(_files_below(path))
             found = json.dumps([[str(one.relative_to(path)), *stamp(one)] for one in files])
             return [hashlib.sha256(found.encode()).hexdigest()[:16]]
         status = path.stat()
         return [status.st_size, status.st_mtime_ns]
     return []
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Yield all files. Links to folders are followed, as in loaders, but not to one that they are in."""
+    for root, folders, files in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in folders if not _is_loop(Path(root, name))]  # os.walk descends into these
+        yield from (file for name in files if (file := Path(root, name)).is_file())
+
+
+def _is_loop(folder: Path) -> bool:
+    return folder.is_symlink() and any(folder.samefile(above) for above in folder.parents)
 
 
 def version_of(info: dict[str, Any]) -> str:

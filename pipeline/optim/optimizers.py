@@ -42,9 +42,11 @@ class SGDW(torch.optim.SGD):
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Its current learning rate is its peak, stored as `peak_lr`: `initial_lr` is torch's schedulers'."""
+        """Its current learning rate is its peak, stored as `peak_lr`: `initial_lr` is torch's schedulers'. A tensor is
+        copied, because these write into it."""
         super().add_param_group(param_group)
-        self.param_groups[-1].setdefault("peak_lr", self.param_groups[-1]["lr"])
+        lr = self.param_groups[-1]["lr"]
+        self.param_groups[-1].setdefault("peak_lr", lr.clone() if isinstance(lr, torch.Tensor) else lr)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -99,11 +101,11 @@ def find_optimizer(optimizer: Any) -> Any:
         return optimizer
     if not callable(optimizer):
         raise PlanError(f"optimize() takes the name of an optimizer, a class or a function, not {optimizer!r:.80}.")
-    _refuse_unusable(optimizer)
+    refuse_unusable(optimizer)
     return next((name for name, own in OPTIMIZERS.items() if own is optimizer), optimizer)
 
 
-def _refuse_unusable(optimizer: Callable[..., Any]) -> None:
+def refuse_unusable(optimizer: Callable[..., Any]) -> None:
     """A class whose `step` needs what the training loop does not have."""
     if not isinstance(optimizer, type):
         return

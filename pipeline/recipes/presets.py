@@ -58,6 +58,11 @@ def _put(full: dict[str, Any], layer: Mapping[str, Any], origin: Origin) -> set[
                 f"{inner}. Leave one of the two out."
             )
         full[head] = {**full[head], inner: layer[key]} if dot else layer[key]
+    return keys_set(layer)
+
+
+def keys_set(layer: Mapping[str, Any]) -> set[str]:
+    """Return the keys that a recipe sets, also by an entry: `optimizer` by `optimizer.lr`."""
     return {str(key).partition(".")[0] for key in layer}
 
 
@@ -68,7 +73,7 @@ def _base_batch_size(full: Mapping[str, Any], given: Mapping[str, Any], override
     own, used = given.get("batch_size", full.get("batch_size")), full.get("batch_size")
     if full["scale_lr"]:
         return own
-    lr_is_the_recipes = "optimizer" in given and not overrides.keys() & {"optimizer", "optimizer.lr"}
+    lr_is_the_recipes = "optimizer" in keys_set(given) and not overrides.keys() & {"optimizer", "optimizer.lr"}
     return own if lr_is_the_recipes and own != used else None
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from ...common.table import Table, lines_of
 from .files import is_file_name, read_recipe
-from .presets import RECIPES, completed
+from .presets import RECIPES, completed, keys_set
 from .schema import DEFAULTS, KEYS
 
 PROSE = {"description": "", "source": "Source: ", "published": "Published: ", "measured": "Measured: "}
@@ -45,7 +45,7 @@ def _origin(key: str, full: Mapping[str, Any], given: Mapping[str, Any]) -> str:
     lines = ([notes[key]] if key in notes else []) + inner
     if lines:
         return "\n".join(lines)
-    if key not in given:
+    if key not in keys_set(given):
         return "default"
     if key in ("train", "val"):
         return ""

@@ -286,7 +286,8 @@ class Regression(StandardTask):
         return flat(targets)
 
     def model_inputs(self, targets: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {name: flat(value) for name, value in super().model_inputs(targets).items()}
+        """Return numbers as floats, as the losses of the task get them: torch's have no gradient for integers."""
+        return {name: flat(value).float() for name, value in super().model_inputs(targets).items()}
 
     def loss_targets(self, targets: torch.Tensor) -> torch.Tensor:
         return self._scaled(flat(targets).float())

@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from ...common.errors import require
-from ...common.pictures import BLUE, GRID, INK, PALE, RED, drawn
+from ...common.pictures import BLUE, GRID, INK, PALE, RED, drawn, literal
 from ..tasks.metrics import format_metric
 
 TRAIN, VAL = BLUE, RED
@@ -46,7 +46,7 @@ def figure_of(history: Any) -> Any:
         "learning rate, dots at the epoch's end", "training throughput, images/s",
     )  # fmt: skip
     for axes, title in zip((losses, metric, rate, speed), titles, strict=True):
-        axes.set_title(title, loc="left", y=1.0, fontsize=10, color=INK)
+        axes.set_title(literal(title), loc="left", y=1.0, fontsize=10, color=INK)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color=GRID, linewidth=0.8)
         axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, min_n_ticks=1))
@@ -57,7 +57,7 @@ def figure_of(history: Any) -> Any:
         highest = max(max(line.get_ydata(), default=0) for line in axes.lines)
         axes.set_ylim(0, 1.12 * highest or 1)  # at a rate of 0 both ends would be 0
         axes.set_xlabel("epoch")
-    figure.suptitle(_title(history), x=0.01, y=0.985, ha="left", va="top", fontsize=11, color=INK)
+    figure.suptitle(literal(_title(history)), x=0.01, y=0.985, ha="left", va="top", fontsize=11, color=INK)
     return figure
 
 

@@ -443,7 +443,7 @@ class Metrics(Observer):
 def _on(device: torch.device, value: float | torch.Tensor) -> torch.Tensor:
     """Numbers are filled in, and tensors pinned, because the host would wait for other copies to the device."""
     if not isinstance(value, torch.Tensor):
-        return torch.full((), value, dtype=torch.float64, device=device)
+        return torch.full((), float(value), dtype=torch.float64, device=device)  # torch takes integers of 64 bits only
     own = value.detach().double().reshape(())
     return own if own.device == device else to_device(own, device)
 

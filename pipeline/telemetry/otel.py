@@ -36,21 +36,27 @@ class OpenTelemetryLogger:
         reader = export.PeriodicExportingMetricReader(otlp.OTLPMetricExporter())
         self._provider = metrics.MeterProvider([reader], resource=resource, shutdown_on_exit=False)
         self._meter = self._provider.get_meter("drivetrain", __version__)
-        self._gauges: dict[str, Any] = {}
+        self._gauges: dict[str, Any] = {}  # by name
+        self._taken = set[str]()  # names of gauges
         self.ranks: Sequence[RankTimes] = ()
         self.log({}, step)
 
     def log(self, values: dict[str, float], step: int) -> None:
         for name, value in {**values, "step": step}.items():
-            self._set(name.replace("/", "."), value)
+            self._set(name, value)
         for rank, times in enumerate(self.ranks):
             for name, value in zip(GAUGES, times, strict=True):
                 self._set(f"rank.{name}", value, {"rank": rank})
 
     def _set(self, name: str, value: float, attributes: dict[str, int] | None = None) -> None:
-        name = f"drivetrain.{re.sub('[^a-zA-Z0-9_.-]', '_', name)}"
+        """Of names that differ only in characters that OpenTelemetry does not allow, later ones end in a number."""
         if name not in self._gauges:
-            self._gauges[name] = self._meter.create_gauge(name)
+            own = plain = f"drivetrain.{re.sub('[^a-zA-Z0-9_.-]', '_', name.replace('/', '.'))}"
+            number = 2
+            while own in self._taken:
+                own, number = f"{plain}_{number}", number + 1
+            self._taken.add(own)
+            self._gauges[name] = self._meter.create_gauge(own)
         self._gauges[name].set(float(value), attributes)
 
     def close(self) -> None:

@@ -32,7 +32,7 @@ def provenance() -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         # The command line of a notebook's kernel is meaningless.
-        "command": "a notebook" if in_cell() else shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": "a notebook" if in_cell() else _text(shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])),
         "git_revision": _git_revision(),
         "hardware": {
             "processor": _processor(),
@@ -42,9 +42,14 @@ def provenance() -> dict[str, Any]:
             "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
         },
         **({"gpu_settings": _gpu_settings()} if cuda else {}),
-        "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
+        "environment": {name: _text(os.environ[name]) for name in ENVIRONMENT if name in os.environ},
         "versions": {"python": platform.python_version(), **_versions()},
     }
+
+
+def _text(value: str) -> str:
+    """Escape bytes that are not UTF-8, such as of an old file name: no file of a run could be written with them."""
+    return value.encode(errors="backslashreplace").decode()
 
 
 def _gpu_settings() -> dict[str, Any]:
@@ -84,7 +89,7 @@ def _git_revision() -> str | None:
         return None
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        done = subprocess.run(command, capture_output=True, timeout=PATIENCE, check=False)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() or None
+    return done.stdout.decode(errors="replace").strip() or None  # stderr need not be UTF-8, and is not read

@@ -28,6 +28,7 @@ def errors(
     """
     from ....common.pictures import check_result
     from ....common.storage.json_files import to_json
+    from ....strategies.launching.group import is_main_process
     from ...recipes.files import modules_of
     from ...runs.result import load_run
 
@@ -35,6 +36,8 @@ def errors(
         check_result(out)  # before the pass over the data, not after it
     with modules_of():
         found = load_run(run, trust_code=trust_code).errors(data)
+    if not is_main_process():  # under torchrun every rank runs this; only one prints
+        return
     if as_json:
         print(to_json(found.to_dict()))
     else:

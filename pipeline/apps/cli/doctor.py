@@ -131,7 +131,7 @@ def _native() -> list[Finding]:
     required = {"pkg-config": (tool, "pkg-config"), "C++ compiler": (compiler, "g++")}
     for library, package in NATIVE.items():
         command = [tool or "", "--modversion", library]
-        done = subprocess.run(command, capture_output=True, text=True, check=False) if tool else None
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False) if tool else None
         required[library] = (done.stdout.strip() if done else "", package)
     return [
         Finding(f"{name}, to build FFCV", what or "-", bool(what), f"apt-get install {package}")

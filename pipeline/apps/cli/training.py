@@ -279,14 +279,24 @@ def _files_in(out: Path | str) -> list[str]:
 
 @contextmanager
 def _end_reported(out: Path | str | None, quiet: bool) -> Iterator[None]:
-    from ....strategies.launching.group import is_main_process
-    from ...runs.result import TrainingInterrupted, TrainingPreempted
+    from ...runs.result import TrainingInterrupted
 
     try:
-        yield
+        with _stop_reported(quiet):
+            yield
     except TrainingInterrupted as interrupt:
         interrupt.add_note(what_is_left(interrupt, out))
         raise
+
+
+@contextmanager
+def _stop_reported(quiet: bool) -> Iterator[None]:
+    """Print how a run continues that a signal has stopped, if the run is too quiet to have done so."""
+    from ....strategies.launching.group import is_main_process
+    from ...runs.result import TrainingPreempted
+
+    try:
+        yield
     except TrainingPreempted as preempted:
         if quiet and is_main_process():  # else the run has printed it
             print(preempted.message)
@@ -325,10 +335,15 @@ def folds(
     from ....common.storage.json_files import to_json
 
     with pipeline_of(recipe, overrides, train, val) as pipeline:
+        from ....strategies.launching.group import is_main_process
+
         out = pipeline.fit_defaults().get("out") if out is None else out
-        given = {} if out is None else {"out": out, "resume": "auto"}
-        found = pipeline.cross_validate(folds, progress=not quiet and not as_json, **given)
-    print(to_json(found.to_dict()) if as_json else found)
+        given: dict[str, Any] = {"stop_on": ("SIGTERM", "SIGUSR1")}  # as in `train`
+        given |= {} if out is None else {"out": out, "resume": "auto"}
+        with _stop_reported(quiet or as_json):
+            found = pipeline.cross_validate(folds, progress=not quiet and not as_json, **given)
+    if is_main_process():  # as in `train`
+        print(to_json(found.to_dict()) if as_json else found)
 
 
 @click.command(cls=Command)

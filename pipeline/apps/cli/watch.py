@@ -1,5 +1,6 @@
 """`drivetrain watch`: what a run that another process trains has reached."""
 
+import os
 import sys
 import time
 from dataclasses import replace
@@ -27,7 +28,8 @@ def watch(run: Path | str, every: float, once: bool) -> None:
     from ...runs.analysis.watch import look
 
     check_number("--every", every, PlanError, "(0, inf)", also=": seconds")
-    live, line = sys.stdout.isatty() and not once, ""
+    # In a terminal without control sequences, lines follow each other, as in a log.
+    live, line = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not once, ""
     newest, since, rows = "", time.monotonic(), 1
     try:
         while True:

@@ -22,8 +22,9 @@ from ...runs.checkpoints.format import Checkpoint
 from ...runs.checkpoints.remote import STATE, opened
 from ...runs.checkpoints.state import ModelArg, chosen, evaluated_state, plain_names, rebuild
 from ...runs.checkpoints.weights import save_model
-from ...runs.folder import provide_code
+from ...runs.folder import MODEL, PLAN, provide_code
 from ...tasks.target_scale import BUFFERS
+from ...telemetry.history import HISTORY
 from .card import CARD, LEDGER, check_card, write_card
 from .programs import Difference, write_program
 
@@ -100,7 +101,7 @@ def export(
 
     Raises:
         CheckpointError: if there is no checkpoint, if it is damaged, if its model is unknown, if `model` is not the
-            trained one, for other `names`, or if `out` has another suffix.
+            trained one, for other `names`, or if `out` has another suffix, or is the `model.safetensors` of a run.
         ExportError: if the model cannot be exported, or the program computes something else. Nothing is written.
         MissingExtra: for ONNX without the extra `onnx`.
         RecipeError: if `model` cannot be imported.
@@ -113,6 +114,11 @@ def export(
     """
     where, place, out = place, opened(place, RECIPE, LEDGER), Path(out)
     kind = _format(format, out)
+    if out.name == MODEL and all((out.parent / name).exists() for name in (PLAN, HISTORY)):
+        raise CheckpointError(
+            f"{out} has the weights of a run, without which neither load_run nor drivetrain predict could open it. "
+            "Pass another name, or another folder."
+        )
     if tolerance is not None:
         check_number("tolerance", tolerance, CheckpointError, "(0, 1]")
     if names not in get_args(Names):

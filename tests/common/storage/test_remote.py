@@ -26,7 +26,7 @@ from drivetrain.common import terminal
 from drivetrain.common.errors import BetonError
 from drivetrain.common.storage import addresses as sources
 from drivetrain.common.storage import cache
-from drivetrain.common.storage.addresses import RemoteFile
+from drivetrain.common.storage.addresses import RemoteFile, stamp
 from drivetrain.common.storage.cache import BLOCK, BLOCKS, FACTS, Mirror, Remote, local_copy, runs
 from drivetrain.common.storage.files import LockError
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert, inspect, open_beton, verify
@@ -646,3 +646,17 @@ def test_a_download_that_fails_does_not_wait_again(
         sources.download(RemoteFile(server.address("train.beton"), 40), tmp_path / "copy")
     assert time.monotonic() - begin < 20
     assert not (tmp_path / "copy").exists()
+
+
+def test_a_stamp_counts_files_in_folders_that_are_links(tmp_path: Path) -> None:
+    """As loaders do. A link to a folder that it is in has no further ones."""
+    data, elsewhere = tmp_path / "train", tmp_path / "elsewhere"
+    data.mkdir()
+    elsewhere.mkdir()
+    (data / "cat").symlink_to(elsewhere)
+    (data / "again").symlink_to(data)
+    stamps = []
+    for content in (b"a", b"bc"):
+        (elsewhere / "1.jpg").write_bytes(content)
+        stamps.append(stamp(data))
+    assert stamps[0] != stamps[1]

@@ -3,7 +3,6 @@
 import errno
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -29,6 +28,7 @@ from drivetrain.common.storage.stream import Stream
 from drivetrain.loaders import FFCVLoader, StockFFCVLoader, TorchLoader, convert, open_beton
 from drivetrain.loaders.beton import data_set
 from drivetrain.loaders.ffcv_loader import Coming
+from process_state import run
 from range_server import RangeServer, serving
 
 SAMPLES, SIDE = 120, 180
@@ -452,9 +452,7 @@ KILLED = textwrap.dedent("""
 def left_by_a_killed_process(address: str, copy: Path) -> set[Path]:
     """Return the folders that there are now, of which nobody was asked for in the last minute; but for that of a copy
     of this process, which the other one must not read."""
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, address, str(copy)], stdout=subprocess.PIPE, text=True, check=False
-    )
+    done = run(sys.executable, "-c", KILLED, address, copy)
     assert "is streamed by another process. Load it with FFCVLoader" in done.stdout
     found = set(copy.parent.parent.rglob(FACTS))
     for facts in found:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import signal
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from cluster_jobs import Signals
 from command_line import call
 from drivetrain import Callback, CheckpointError, DrivetrainError, Pipeline
 from drivetrain.pipeline import RunView, TrainingInterrupted
@@ -49,12 +48,6 @@ class Balanced(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
-
-
-class Leave(Callback):
-    def on_step_end(self, view: RunView) -> None:
-        if view.step == 1:
-            os.kill(os.getpid(), signal.SIGINT)
 
 
 def checked(page: str) -> Balanced:
@@ -108,7 +101,7 @@ def test_everything_is_escaped_and_what_is_missing_is_named(toy: Toy, tmp_path: 
 
 def test_before_the_first_epoch_it_has_what_is_there(toy: Toy, tmp_path: Path) -> None:
     with pytest.raises(TrainingInterrupted):
-        toy.named().fit(epochs=2, out=tmp_path / "run", progress=False, callbacks=[Leave()])
+        toy.named().fit(epochs=2, out=tmp_path / "run", progress=False, callbacks=[Signals(1, name="SIGINT")])
     page = write_report(tmp_path / "run", tmp_path / "r.html").read_text()
     checked(page)
     for text in ("Unfinished: 0 of 2 epochs.", "No epoch has finished", "wrap with single", "versions torch"):

@@ -15,7 +15,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -30,25 +29,18 @@ from command_line import ENVIRONMENT, call
 from drivetrain import PlanError
 from drivetrain.pipeline import FitResult, load_run, serve_app
 from drivetrain.pipeline.apps.serve import _bound, _impatient
-from loader_pictures import jpeg_bytes, picture
+from loader_pictures import PNG, file_bytes, jpeg_bytes, picture, png_chunk
 from PIL import Image
 from pipeline_data import Sleepy, Toy
 
 MOST, BIG = 50_000, 1_000_000  # bytes and pixels
-JPEG = jpeg_bytes(picture(3, 90, 70))
+PICTURE, JPEG = picture(4, 40, 50), jpeg_bytes(picture(3, 90, 70))
 
 
 def png(width: int, height: int) -> bytes:
     """Return a small file that claims this size."""
-    header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    chunk = struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header))
-    return b"\x89PNG\r\n\x1a\n" + chunk + b"\x00\x00\x00\x00IDAT" + struct.pack(">I", zlib.crc32(b"IDAT"))
-
-
-def image_file(kind: str) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(picture(4, 40, 50)).save(file, kind)
-    return file.getvalue()
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return PNG + png_chunk(b"IHDR", header) + png_chunk(b"IDAT", b"")
 
 
 @contextmanager
@@ -106,7 +98,7 @@ def without_name(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name != "image"}
 
 
-@pytest.mark.parametrize("data", [JPEG, image_file("PNG"), image_file("WEBP"), image_file("TIFF")], ids=len)
+@pytest.mark.parametrize("data", [JPEG, *(file_bytes(PICTURE, kind) for kind in ("PNG", "WEBP", "TIFF"))], ids=len)
 def test_answers_are_those_of_predict(data: bytes, address: str, result: FitResult) -> None:
     status, headers, body = fetch(f"{address}/predict", data)
     assert (status, headers["content-type"]) == (200, "application/json")
@@ -140,7 +132,7 @@ def chunks(size: int) -> Iterator[bytes]:
         (b"no picture", 400, "10 bytes are not an image.*curl --data-binary"),
         (JPEG[: len(JPEG) // 2], 400, "cannot be read as an image"),
         (png(90, 70), 400, "cannot be read as an image"),
-        (image_file("EPS"), 415, "format EPS are not read. Send one of JPEG"),
+        (file_bytes(PICTURE, "EPS"), 415, "format EPS are not read. Send one of JPEG"),
         (b"", 400, "The body is empty"),
     ],
     ids=["large", "chunked", "bomb", "pixels", "text", "truncated", "empty png", "eps", "empty"],

@@ -193,6 +193,13 @@ def test_what_is_refused(optimizer: Any, options: dict[str, Any], message: str) 
         Pipeline(nn.Identity).optimize(optimizer, **options)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SparseAdam])
+def test_what_a_function_returns_is_refused_alike(kind: Any, toy: Toy) -> None:
+    """The first step would end with an error of torch's."""
+    with pytest.raises(PlanError, match=f"{kind.__name__} (computes the loss several times|needs sparse gradients)"):
+        toy.pipeline().optimize(lambda parameters: kind(parameters, lr=0.1)).build()
+
+
 @pytest.mark.parametrize(
     ("optimizer", "rule"), [("sgd", "linear"), ("adam", "square root"), (torch.optim.RAdam, "square root")]
 )

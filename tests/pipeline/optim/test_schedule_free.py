@@ -131,9 +131,10 @@ def test_statistics_are_those_of_the_average(toy: Toy) -> None:
             built.engine.backward(built.loss(built.engine.model(images), labels))
             built.engine.step()
             built.hooks.after_step()
-        model = built.engine.plain_model
+        model = built.engine.plain_model.eval()
         before = {name: value.clone() for name, value in model.state_dict().items()}
         with built.hooks.evaluating():
+            assert not any(module.training for module in model.modules()), "as the caller has set it"
             norm, conv = model[1], model[0]
             with torch.no_grad(), schedule_free(toy).build() as other:
                 means = torch.stack([conv(images).mean((0, 2, 3)) for images, _ in other.train])

@@ -3,7 +3,6 @@ as recipes and back: the result is equal, or an error names what a recipe cannot
 
 import dataclasses
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +24,7 @@ from drivetrain.pipeline.runs.folder import with_trained
 from drivetrain.strategies.registry import STRATEGIES
 from drivetrain.transforms import EMA, BlurPool, LabelSmoothing, RandAugment
 from pipeline_data import Toy, plain_model
+from process_state import output_of
 
 BOMB = "a0: &a0 lol\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 11))
 """Without a limit, it takes the memory of 10^10 words."""
@@ -341,10 +341,7 @@ def test_a_factory_of_the_running_script(tmp_path: Path) -> None:
     """The error names the remedy, and the remedy is one."""
     (tmp_path / "net.py").write_text(OWN_NET)
     (tmp_path / "train.py").write_text(OWN_NET + SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
-    )
-    error, name = done.stdout.splitlines()
+    error, name = output_of(sys.executable, "train.py", cwd=tmp_path, timeout=60).splitlines()
     assert "Net cannot be imported by name. It is defined in the script or notebook that is running" in error
     assert "such as net.py, and write from net import Net; its name in a recipe is then net:Net." in error
     assert name == "net:Net"

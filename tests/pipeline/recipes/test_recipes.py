@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -407,6 +408,16 @@ def test_so_it_is_within_a_recipe() -> None:
     # An override replaces what the recipe has.
     full = completed({**values, "optimizer": optimizer}, {"optimizer.lr": 0.3}).values
     assert full["optimizer"]["lr"] == 0.3
+
+
+def test_an_entry_of_a_recipe_is_its_own(tmp_path: Path) -> None:
+    """Also without the dict around it: the learning rate is for the batch size of the recipe."""
+    file = tmp_path / "own.yaml"
+    file.write_text("model: cifar_resnet\ntrain: a.beton\nbatch_size: 32\nimage_size: 8\noptimizer.lr: 0.3\n")
+    assert completed(file, {"batch_size": 64}).values["base_batch_size"] == 32
+    assert completed(file, {"batch_size": 64, "optimizer.lr": 0.6}).values["base_batch_size"] is None
+    (text,) = (text for key, _, text in recipe_table(str(file)).rows if key == "optimizer")
+    assert text.endswith("(the recipe)")
 
 
 def test_a_value_of_the_command_line_has_no_key_twice() -> None:

@@ -31,12 +31,14 @@ LOSSES: dict[str, Callable[[Any, Any], torch.Tensor]] = {
     "MultiLabel": F.binary_cross_entropy_with_logits,
     "Regression": lambda outputs, labels: F.mse_loss(outputs[:, 0], labels),
     "Regression of vectors": F.mse_loss,
+    "Regression of whole numbers": lambda outputs, labels: F.mse_loss(outputs[:, 0], labels),
 }
 TASKS: dict[str, tuple[Any, Any, int]] = {
     "Classification": (Classification, lambda p: p.mean((1, 2)).argmax(1), 3),
     "MultiLabel": (MultiLabel, vectors, LABELS),
     "Regression": (Regression, numbers_of, 1),
     "Regression of vectors": (Regression, lambda p: p.mean((1, 2)).astype(np.float32) / 100, 3),
+    "Regression of whole numbers": (Regression, lambda p: p.mean((1, 2, 3)).astype(np.int64) // 100, 1),
 }
 """By name: the task, the targets of images, the model's outputs per image."""
 
@@ -91,6 +93,12 @@ def test_its_numbers_are_those_of_the_tasks_loss(name: str, files: Files, tmp_pa
     assert again.goal == pipeline.goal
     assert again.to_recipe()["task"] == {"name": type(pipeline.goal).__name__, "loss": "model"}
     assert result.metrics["val_loss"] == pipeline.evaluate(tmp_path)["val_loss"]
+
+
+def test_whole_numbers_reach_the_model_as_floats() -> None:
+    """As they reach the losses of the task. Of integers, torch's have a value, but no gradient."""
+    labels = Regression(loss="model").model_inputs(torch.tensor([[3], [5]]))["labels"]
+    assert (labels.dtype, labels.tolist()) == (torch.float32, [3.0, 5.0])
 
 
 def test_it_resumes_and_takes_what_does_not_touch_the_loss(files: Files, tmp_path: Path) -> None:

@@ -180,6 +180,21 @@ def test_flipping_needs_one_tensor(files: Files) -> None:
         pipeline.build()
 
 
+class Counted(OfTuples):
+    def check(self, train: Any, val: Any) -> int:  # noqa: ARG002
+        return 3
+
+
+def test_mixing_needs_the_number_of_classes(files: Files) -> None:
+    """A task of one's own may leave it open; the first step would end with an error."""
+    pipeline = jobs.pipeline_of("Classification", files["Classification"])
+    for transform in (MixUp(), CutMix()):
+        name = type(transform).__name__
+        with pytest.raises(PlanError, match=f"{name} makes probabilities .* OfTuples.check does not return the number"):
+            pipeline.task(OfTuples()).transform(transform).build()
+    pipeline.task(Counted()).transform(MixUp()).build().close()
+
+
 def test_a_loss_with_weights_trains_and_is_evaluated_with_them(files: Files) -> None:
     weight = torch.tensor([1.0, 5.0, 0.5])
     pipeline = jobs.pipeline_of("Classification", files["Classification"])

@@ -129,6 +129,16 @@ def test_what_a_callback_logs_is_not_rounded(toy: Toy, tmp_path: Path) -> None:
     assert (float(row["number"]), float(row["tensor"])) == (1764184511.123456, torch.tensor(0.1).item())
 
 
+class LogsLarge(Callback):
+    def on_step_end(self, view: RunView) -> None:
+        view.log({"number": 2**70})
+
+
+def test_a_callback_logs_an_integer_of_more_than_64_bits(toy: Toy, tmp_path: Path) -> None:
+    fit(toy.pipeline(), 1, out=tmp_path, logger="csv", callbacks=[LogsLarge()])
+    assert float(rows_of(tmp_path)[0]["number"]) == 2.0**70
+
+
 def test_a_run_that_begins_again_or_goes_on_doubles_nothing(toy: Toy, tmp_path: Path) -> None:
     pipeline = toy.pipeline()
     both: dict[str, Any] = {"out": tmp_path, "logger": ["csv", "tensorboard"], "log_every": 1}
@@ -338,6 +348,13 @@ def test_rates_and_throughputs_are_drawn_whole() -> None:
     for panel, highest in ((rate, 0.1), (speed, 3000)):
         assert panel.get_ylim() == (0, pytest.approx(1.12 * highest))
         assert not panel.texts
+
+
+def test_names_with_dollar_signs_are_not_mathematics() -> None:
+    """They are drawn as they are: as mathematics, these would be errors."""
+    monitor: dict[str, Any] = {"name": r"of $\frac$", "higher_is_better": True, "unit": None}
+    one = replace(epoch(1, 0.5), metrics={monitor["name"]: 0.5})
+    assert draw(History([one], {"recipe": r"$\frac$.yaml", "monitor": monitor}))
 
 
 class Diverging(nn.Module):

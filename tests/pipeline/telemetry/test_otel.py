@@ -105,6 +105,14 @@ def test_values_arrive_while_the_run_continues(server: Server, monkeypatch: pyte
         logger.close()
 
 
+def test_names_that_differ_only_in_characters_that_are_not_allowed(server: Server) -> None:
+    logger = OpenTelemetryLogger(None, 0)
+    for step in (1, 2):
+        logger.log({"f1 a": step, "f1_a": 10 * step}, step)
+    logger.close()
+    assert (server.gauges["drivetrain.f1_a", None], server.gauges["drivetrain.f1_a_2", None]) == (2, 20)
+
+
 def test_a_server_that_is_away_does_not_end_the_run(
     toy: Toy, server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

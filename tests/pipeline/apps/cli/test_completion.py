@@ -3,7 +3,6 @@
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from command_line import COMMANDS, ENVIRONMENT, call
 from drivetrain import RECIPES
 from drivetrain.pipeline.apps.cli.app import SHELLS, Bash, program
 from drivetrain.pipeline.recipes.presets import KEYS
+from process_state import run
 
 FILES = {"file"}
 """A shell's own completion of files, here."""
@@ -93,11 +93,8 @@ def reply(shell: str, commands: str, folder: Path) -> set[str]:
     load = f"source {shlex.quote(str(folder / f'drivetrain.{shell}'))}"
     plain = {"bash": "--norc", "zsh": "-f", "fish": "--no-config"}[shell]
     environment = {**ENVIRONMENT, "PATH": f"{folder}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        [shell, plain, "-c", commands.replace("LOAD", load)],
-        capture_output=True, text=True, timeout=60, check=True, cwd=folder, env=environment,
-    )  # fmt: skip
-    assert done.stderr == ""
+    done = run(shell, plain, "-c", commands.replace("LOAD", load), timeout=60, cwd=folder, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
     return {*done.stdout.splitlines()} - {""}
 
 

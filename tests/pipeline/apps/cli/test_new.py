@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -102,11 +101,8 @@ def test_the_guide_works_in_the_folder(tmp_path: Path, monkeypatch: pytest.Monke
     assert small != text
     script = Path("script.py")
     script.write_text(f"{small}\nprint(found[0]['class'])\n")
-    done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=120, check=False, env=ENVIRONMENT
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[-1] in ("ant", "bee", "cat")
+    printed = output_of(sys.executable, script, timeout=120, env=ENVIRONMENT)
+    assert printed.split()[-1] in ("ant", "bee", "cat")
 
 
 def test_an_empty_folder_is_taken_and_a_path_too(tmp_path: Path) -> None:

@@ -79,6 +79,17 @@ def test_one_class_is_reported(folder: Path, tmp_path: Path) -> None:
     assert "  warning: there is one class, a, so a classifier learns nothing from it. " in shown.out
 
 
+def test_images_that_are_in_no_class_are_listed(folder: Path, tmp_path: Path) -> None:
+    (folder / "2.jpg").write_bytes(jpeg_bytes(picture(0, 20, 20)))
+    (folder / "labels.csv").touch()  # is not meant as a sample
+    report = convert(folder, tmp_path / "out.beton", progress=False)
+    assert report.samples == 2
+    assert str(report).splitlines()[1:] == [
+        f"  ignored {folder / '2.jpg'}: in no folder of a class",
+        f"  ignored {folder / 'a' / 'readme.txt'}: not an image by its suffix",
+    ]
+
+
 def test_files_that_are_no_images_are_listed(folder: Path, tmp_path: Path) -> None:
     out = str(tmp_path / "out.beton")
     shown = call("convert", str(folder), out)

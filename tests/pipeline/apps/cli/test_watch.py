@@ -1,10 +1,12 @@
 """`drivetrain watch`: a run that another process trains, and one that has ended."""
 
+import io
 import json
 import re
 import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,11 +16,12 @@ import pytest
 from command_line import call, done
 from drivetrain import Callback, Checkpoints, EarlyStopping, RunView
 from drivetrain.pipeline import compare_runs, load_run
+from drivetrain.pipeline.apps.cli.app import main
 from drivetrain.pipeline.apps.cli.watch import _drawn
 from drivetrain.pipeline.runs.analysis import watch
 from drivetrain.pipeline.runs.report import Report
 from drivetrain.pipeline.telemetry.loggers import PrometheusLogger
-from pipeline_data import BATCH, TRAIN, Toy, plain_model
+from pipeline_data import BATCH, TRAIN, StopsAt, Toy, plain_model
 from torch import nn
 
 STEPS = TRAIN // BATCH
@@ -48,6 +51,23 @@ def test_a_finished_run(toy: Toy, tmp_path: Path) -> None:
     assert text.endswith(", finished\n")
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("kind", "drawn"), [("xterm", True), ("dumb", False)])
+def test_a_terminal_without_control_sequences_gets_none(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, kind: str, drawn: bool
+) -> None:
+    toy.named().fit(epochs=1, out=tmp_path, progress=False, checkpoints=None)
+    monkeypatch.setenv("TERM", kind)
+    with redirect_stdout(Terminal()) as screen, pytest.raises(SystemExit):
+        main(["watch", str(tmp_path)])
+    assert ("\033[" in screen.getvalue()) is drawn
+    assert screen.getvalue().endswith("finished\n")
+
+
 def test_the_working_directory_has_a_name(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     toy.pipeline().fit(epochs=1, out=tmp_path / "run", progress=False, checkpoints=None)
     monkeypatch.chdir(tmp_path / "run")
@@ -68,15 +88,6 @@ def test_a_run_that_a_callback_stopped(toy: Toy, tmp_path: Path) -> None:
     stop = EarlyStopping(patience=1, min_delta=1.0)
     toy.named().fit(epochs=9, out=tmp_path, callbacks=[stop], progress=False)
     assert ", stopped: " in done("watch", str(tmp_path))
-
-
-class StopsAt(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, view: RunView) -> None:
-        if view.step == self.step:
-            view.stop("enough")
 
 
 class Looks(Callback):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from drivetrain import CheckpointError, Classification
-from drivetrain.pipeline import Ledger, export
+from drivetrain.pipeline import Ledger, export, load_run
 from drivetrain.pipeline.apps.exports.card import CARD
 from drivetrain.pipeline.ledger.variant import LOADER, MODEL, PLAIN, Trial, in_turn
 from drivetrain.transforms import EMA, LabelSmoothing
@@ -131,3 +131,13 @@ def test_a_file_of_the_users_is_never_replaced(toy: Toy, run: Path, tmp_path: Pa
     export(tmp_path / "run", other / "b.safetensors", names="trained")
     assert "# b.safetensors" in (other / CARD).read_text()
     assert "# of the model after surgery" in (other / CARD).read_text()
+
+
+def test_the_weights_of_a_run_are_never_replaced(run: Path, tmp_path: Path) -> None:
+    """By those of its best epoch, for example: the result of the run could not be opened any more."""
+    copied = shutil.copytree(run, tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors has the weights of a run.*Pass another name"):
+        export(copied, copied / "model.safetensors", best=True)
+    assert not (copied / CARD).exists()
+    assert load_run(copied).metrics
+    export(copied, copied / "best.safetensors", best=True)

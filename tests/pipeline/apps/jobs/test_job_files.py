@@ -17,6 +17,7 @@ from drivetrain.pipeline.apps.jobs.job import stoppable
 from drivetrain.pipeline.apps.jobs.schedulers import SCHEDULERS, job_file
 from job_scripts import SCONTROL, SRUN, TORCHRUN, programs, surroundings
 from pipeline_data import Toy
+from process_state import run
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 RECIPE = """\
@@ -69,7 +70,7 @@ def job_of(found: dict[str, Any]) -> Any:
 
 
 def bash_reads(text: str) -> None:
-    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)
+    done = run("bash", "-n", input=text)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -83,9 +84,7 @@ def arguments(scheduler: str, text: str, folder: Path) -> list[str]:
         shell = [*pod["command"], *(word.replace("$$", "$") for word in pod["args"])]
     elif scheduler == "skypilot":
         shell = ["bash", "-c", yaml.safe_load(text)["run"]]
-    done = subprocess.run(
-        shell, env=surroundings(path, requests), cwd=folder, capture_output=True, text=True, check=False
-    )
+    done = run(*shell, env=surroundings(path, requests), cwd=folder)
     assert (done.returncode, done.stderr) == (0, "")
     return requests.read_text().split("\0")[:-1]
 
@@ -116,7 +115,7 @@ def test_slurm_in_a_container(recipe: str, tmp_path: Path, out: str) -> None:
     path = programs(tmp_path / "bin", srun=stand_in, scontrol=SCONTROL)
     environment = surroundings(path, tmp_path / "requests") | {"SLURM_SUBMIT_DIR": "/home/a b"}
     text = written("slurm", recipe, image="registry#team/image:1", out=out)
-    done = subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True, check=False)
+    done = run("bash", "-c", text, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
     given = (tmp_path / "requests").read_text().splitlines()
     shared = "/".join(out.split("/")[:2])
@@ -163,9 +162,7 @@ def test_slurm_starts_again(
     again = tmp_path / f"mine-{environment['SLURM_JOB_ID']}.again"
     again.write_text(before)
     text = written("slurm", recipe)
-    done = subprocess.run(
-        ["bash", "-c", text], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    done = run("bash", "-c", text, env=environment, cwd=tmp_path)
     assert done.returncode == status, done.stderr
     trains = expected is not EXCLUDED
     asked = requests.read_text().splitlines()
@@ -191,8 +188,7 @@ def test_slurm_keeps_the_log_of_earlier_starts(recipe: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("moment", ["sleep 5 &", "step=$!"])
 def test_a_signal_while_a_script_starts_its_process_is_passed_on(moment: str) -> None:
     script = stoppable("sleep 5", "step", "USR1").replace(moment, f"kill -USR1 $$\n{moment}")
-    command = ["bash", "-c", f'{script}\nexit "$status"']
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run("bash", "-c", f'{script}\nexit "$status"')
     assert done.returncode == 75, done.stderr
 
 

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from drivetrain.pipeline.apps.jobs.schedulers import job_file
 from drivetrain.pipeline.recipes.files import modules_of
 from job_scripts import SCONTROL, SRUN, programs, surroundings
 from pipeline_data import Toy
+from process_state import wait_until
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -56,10 +56,8 @@ def run_until(command: list[str], environment: dict[str, str], number: int = 0, 
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         try:
-            while after is not None and not list(after.glob("step-*")):
-                assert process.poll() is None, process.communicate()[0]
-                time.sleep(0.05)
             if after is not None:
+                wait_until(lambda: list(after.glob("step-*")), process, LIMIT)
                 process.send_signal(number)
             output, _ = process.communicate(timeout=LIMIT)
         finally:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,13 @@ from drivetrain.pipeline.apps.sweeps.sweep import (
     Outcome,
     Swept,
     _ended_with,
+    _files,
     _is_done,
     _record,
     _start,
     _terminating,
     job_environment,
+    sweep,
 )
 from drivetrain.pipeline.recipes.presets import completed
 from drivetrain.pipeline.runs.analysis.compare import RunSummary, read_run
@@ -165,13 +167,6 @@ def test_runs_are_trained_skipped_and_their_failures_reported(toy: Toy, tmp_path
     assert Combination({}, ()).name == "the recipe"
 
 
-def _wait(condition: Any, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize(("higher", "order"), [(True, "2413"), (False, "1423")])
 def test_the_best_combination_is_first(higher: bool, order: str) -> None:
     """By the mean over its seeds of what the runs monitor; one without results is last."""
@@ -223,6 +218,17 @@ def test_what_is_recorded_of_runs(tmp_path: Path, toy: Toy) -> None:
     assert record([3, 4]) == [3, 4]
 
 
+def test_files_that_select_samples_are_data_of_a_run() -> None:
+    data: dict[str, Any] = {"train": "{a,b}.beton", "val": None, "epochs": 1}
+    cases: list[tuple[dict[str, Any], list[str]]] = [
+        ({}, []),
+        ({"indices": "some.npy", "balance": "weights.txt"}, ["some.npy", "weights.txt"]),
+        ({"indices": [0, 2], "balance": "class"}, []),
+    ]
+    for chosen, files in cases:
+        assert _files(completed("cifar10-quickstart", data | chosen).values) == ["a.beton", "b.beton", *files]
+
+
 def test_the_description_of_a_recipe_may_change(tmp_path: Path) -> None:
     """As the results do that a recipe reports, from version to version."""
     values = completed("cifar10-quickstart", {"train": "a.beton", "epochs": 1}).values | {"data": {}}
@@ -232,6 +238,23 @@ def test_the_description_of_a_recipe_may_change(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "sweep.json").read_text())["run"]["description"] == "Mine."
     with pytest.raises(PlanError, match="is a run of other values: seed=0, not 3"):
         _record(tmp_path, {"run": values | reworded | {"seed": 3}})
+
+
+@pytest.mark.parametrize("name", ["start.pth", "earlier/model.safetensors"])
+def test_other_weights_that_a_finished_run_began_with_are_other_data(name: str, toy: Toy, tmp_path: Path) -> None:
+    """In a file, or in the folder of a run, which may have a new report, but not other weights."""
+    weights, out = tmp_path / name, tmp_path / "sweep"
+    place = weights if weights.parent == tmp_path else weights.parent
+    weights.parent.mkdir(exist_ok=True)
+    weights.write_bytes(b"one")
+    toy.named().fit(epochs=1, out=out / "run", progress=False)
+    what, sources = space([f"init_from={place}", "epochs=1"]), {"train": toy.train, "val": toy.val}
+    assert sweep("cifar10-quickstart", what, out, sources).failed == 0
+    weights.with_name("report.html").touch()
+    assert sweep("cifar10-quickstart", what, out, sources).failed == 0
+    weights.write_bytes(b"other")
+    with pytest.raises(PlanError, match=rf"run is a run of other data: {re.escape(str(weights))} has changed since"):
+        sweep("cifar10-quickstart", what, out, sources)
 
 
 def test_a_sweep_under_nohup_continues_without_its_terminal() -> None:
@@ -259,7 +282,7 @@ def test_runs_save_also_where_ctrl_c_is_ignored(
     try:
         process = _start(tmp_path, ["sh", "-c", saves], {})
         with _ended_with({"a": process}):
-            _wait(lambda: "ready" in (tmp_path / "output.txt").read_text(), 10)
+            process_state.wait_until(lambda: "ready" in (tmp_path / "output.txt").read_text(), seconds=10)
     finally:
         signal.signal(signal.SIGINT, before)
     assert process.returncode == 75
@@ -277,7 +300,7 @@ def test_an_interrupted_sweep_leaves_no_process_and_goes_on(toy: Toy, tmp_path: 
     ]  # fmt: skip
     process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        _wait((out / "seed=0" / "history.json").exists)
+        process_state.wait_until((out / "seed=0" / "history.json").exists, process)
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(number)
         _, error = process.communicate(timeout=60)
