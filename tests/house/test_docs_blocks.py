@@ -5,11 +5,9 @@ A block that cannot run follows a comment `<!-- not run: REASON -->`. `NOT_RUN` 
 
 import ast
 import importlib.util
-import io
 import re
 import shlex
 import sys
-import tarfile
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -24,7 +22,7 @@ from drivetrain import Classification
 from drivetrain.loaders import FFCVLoader, convert
 from drivetrain.pipeline.recipes.presets import KEYS, parse_overrides
 from drivetrain.transforms import SWA
-from loader_pictures import jpeg_bytes, picture
+from loader_pictures import jpeg_bytes, picture, tar_file
 from PIL import Image
 from pipeline_data import Loud, Toy
 from places import ROOT
@@ -83,12 +81,9 @@ def data_sources(_: Toy) -> dict[str, Any]:
     Path("labels.csv").write_text("".join(["file,label\n", *rows]))
     Path("shards").mkdir()
     for number in range(128):
-        with tarfile.open(f"shards/train-{number:03}.tar", "w") as tar:
-            content = {"jpg": jpeg_bytes(picture(number, 20, 20)), "cls": b"1", "txt": b"a text"}
-            for suffix, value in content.items():
-                member = tarfile.TarInfo(f"{number:04}.{suffix}")
-                member.size = len(value)
-                tar.addfile(member, io.BytesIO(value))
+        content = {"jpg": jpeg_bytes(picture(number, 20, 20)), "cls": b"1", "txt": b"a text"}
+        members = {f"{number:04}.{suffix}": value for suffix, value in content.items()}
+        tar_file(Path(f"shards/train-{number:03}.tar"), members)
     voc = Path("voc/VOCdevkit/VOC2012")
     for folder in ("JPEGImages", "SegmentationClass", "ImageSets/Segmentation"):
         (voc / folder).mkdir(parents=True)

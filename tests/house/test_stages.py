@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 from places import GPU, ROOT, load_script
-from process_state import wait_until_ended
+from process_state import wait_until, wait_until_ended
 
 pytestmark = pytest.mark.process
 
@@ -143,11 +143,7 @@ def test_a_runner_that_is_killed_repeats_only_the_unit_in_flight(tmp_path: Path)
         [sys.executable, "-c", program, str(tmp_path), here, str(GPU)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "marks").exists() or len(marks(tmp_path)) < 2:
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: (tmp_path / "marks").exists() and len(marks(tmp_path)) == 2, process, seconds=120)
     (child,) = psutil.Process(process.pid).children()
     process.send_signal(signal.SIGKILL)
     process.wait()

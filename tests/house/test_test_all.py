@@ -5,14 +5,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from places import ROOT
-from process_state import wait_until_ended
+from process_state import wait_until, wait_until_ended
 
 pytestmark = [pytest.mark.process, pytest.mark.long]
 slow = pytest.mark.slow  # each call is up to six processes of pytest
@@ -125,10 +124,7 @@ class Repository:
 
     def wait_for(self, text: str) -> None:
         file = self.folder / "ran"
-        until = time.monotonic() + 60
-        while not (file.exists() and text in file.read_text()):
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        wait_until(lambda: file.exists() and text in file.read_text())
 
 
 @pytest.fixture

@@ -7,10 +7,12 @@ import warnings
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import click
 import process_state
 import pytest
+import torch.distributed as dist
 from drivetrain.pipeline.apps.cli.app import main, program
 from pipeline_data import CLASSES, Toy
 
@@ -54,6 +56,14 @@ def done(*command: str) -> str:
     end = call(*command)
     assert end.code == 0, end
     return end.out
+
+
+def done_under_torchrun(*command: str) -> str:
+    """`done` on a rank that `launch` has started, with the variables of torchrun."""
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # unused: the group exists
+    variables |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+    with mock.patch.dict(os.environ, variables):
+        return done(*command)
 
 
 def call_several(*commands: list[str]) -> list[End]:

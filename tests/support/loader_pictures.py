@@ -5,6 +5,7 @@ import os
 import struct
 import subprocess
 import sys
+import tarfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -83,6 +84,22 @@ def jpeg_folder(root: Path, per_class: int = 6, classes: tuple[str, ...] = ("ant
             seed = label * 1000 + number
             (root / name / f"{number:03}.jpg").write_bytes(jpeg_bytes(picture(seed, *sizes[seed % 4])))
     return root
+
+
+def tar_file(path: Path, members: Mapping[str, bytes], form: int = tarfile.GNU_FORMAT) -> Path:
+    """A tar file of these members in this order."""
+    with tarfile.open(path, "w", format=form) as tar:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return path
+
+
+def npy_bytes(array: NDArray[Any]) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return buffer.getvalue()
 
 
 def raw_pictures(count: int, side: int = 12) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:

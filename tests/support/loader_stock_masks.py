@@ -15,7 +15,7 @@ from ffcv.fields import BytesField, JSONField, RGBImageField
 from ffcv.fields.bytes import BytesDecoder
 from ffcv.fields.rgb_image import CenterCropRGBImageDecoder
 from ffcv.reader import Reader
-from loader_pictures import picture
+from loader_pictures import file_bytes, picture
 from loader_stock_ffcv import Samples, batches, write
 from numpy.typing import NDArray
 from PIL import Image
@@ -38,9 +38,7 @@ def mask(index: int) -> NDArray[np.uint8]:
 
 
 def pair(index: int) -> tuple[Any, Any]:
-    buffer = io.BytesIO()
-    Image.fromarray(mask(index)).save(buffer, "PNG")
-    return picture(index, *size(index)), np.frombuffer(buffer.getvalue(), np.uint8)
+    return picture(index, *size(index)), np.frombuffer(file_bytes(mask(index), "PNG"), np.uint8)
 
 
 def read(path: Path) -> None:

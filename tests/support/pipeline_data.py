@@ -7,14 +7,14 @@ import signal
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from drivetrain import DrivetrainError, Pipeline
+from drivetrain import Callback, DrivetrainError, Pipeline, RunView
 from drivetrain.loaders import FFCVLoader, convert
 from torch import nn
 
@@ -173,6 +173,17 @@ class Recording(Sleepy):
             file.write(json.dumps([int(self.steps), crcs]) + "\n")
 
 
+class StopsAt(Callback):
+    """Stops a run after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, view: RunView) -> None:
+        if view.step == self.step:
+            view.stop("enough")
+
+
 def _start() -> str:
     """When rank 0 began, this rank, and the number of ranks. Every start of the ranks has keys of its own."""
     store = dist.distributed_c10d._get_default_store()
@@ -215,6 +226,26 @@ def fitted(pipeline: Pipeline, **fit: Any) -> Any:
 def fit_all(pipelines: dict[str, Pipeline]) -> dict[str, Any]:
     """On each rank: several trainings, so that one launch serves them all."""
     return {name: fitted(pipeline) for name, pipeline in pipelines.items()}
+
+
+def crcs(batches: Iterable[Any]) -> list[list[int]]:
+    """Of each batch the CRC of each image."""
+    return [[zlib.crc32(image.contiguous().numpy().tobytes()) for image in images] for images, _ in batches]
+
+
+def own_loops(pipelines: list[Pipeline], ports: list[int]) -> list[tuple[list[list[int]], float]]:
+    """On each rank, of each pipeline built for a loop of one's own: what this rank loads, and the seconds that its
+    collectives wait. As in a script that torchrun starts, there is no group before."""
+    found = []
+    for pipeline, port in zip(pipelines, ports, strict=True):
+        dist.barrier()
+        dist.destroy_process_group()
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        with pipeline.build() as built:
+            group: Any = dist.group.WORLD
+            limit = group._get_backend(torch.device("cpu")).options._timeout
+            found.append((crcs(built.train), limit.total_seconds()))
+    return found
 
 
 RUN_FILES = ["checkpoints", "curves.png", "history.json", "model.safetensors", "plan.txt"]

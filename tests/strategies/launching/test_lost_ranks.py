@@ -3,12 +3,11 @@
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
-from process_state import start_ranks, wait_until_ended
+from process_state import start_ranks, wait_until, wait_until_ended
 
 pytestmark = pytest.mark.process
 
@@ -89,9 +88,7 @@ def test_no_worker_outlives_its_agent(tmp_path: Path, started: list[subprocess.P
                "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", str(script), str(place)]  # fmt: skip
     agent = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     started.append(agent)
-    deadline = time.monotonic() + 90
-    while not (place.exists() and place.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: place.exists() and place.read_text(), agent, seconds=90)
     worker = psutil.Process(int(place.read_text()))
     agent.kill()
     agent.wait()

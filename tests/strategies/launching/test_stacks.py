@@ -8,8 +8,6 @@ import socket
 import subprocess
 import tempfile
 import threading
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -19,7 +17,7 @@ from drivetrain.common.errors import StrategyError
 from drivetrain.common.signals import is_unhandled
 from drivetrain.strategies import launch
 from forked_ranks import STARTED
-from process_state import start_ranks
+from process_state import start_ranks, wait_until
 from strategy_jobs import hang_on_rank_1, save_until, work_until
 
 pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.usefixtures("forked")]
@@ -73,13 +71,6 @@ def test_without_a_place_the_file_is_temporary(tmp_path: Path, monkeypatch: pyte
     assert path.stat().st_mode & 0o077 == 0
 
 
-def soon(condition: Callable[[], bool], seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
 def test_sigquit_to_the_launching_process_and_to_a_rank(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], before: signal.Handlers
@@ -91,12 +82,12 @@ def test_sigquit_to_the_launching_process_and_to_a_rank(
 
     def ask() -> None:
         ranks = [ends.with_suffix(f".{rank}") for rank in (0, 1)]
-        soon(lambda: all(file.exists() and file.read_text() for file in ranks))
+        wait_until(lambda: all(file.exists() and file.read_text() for file in ranks))
         os.kill(os.getpid(), signal.SIGQUIT)
-        soon(lambda: place.exists() and place.read_text().count("in work_until") == 2)
+        wait_until(lambda: place.exists() and place.read_text().count("in work_until") == 2)
         texts.append(place.read_text())
         os.kill(int(ranks[1].read_text()), signal.SIGQUIT)
-        soon(lambda: place.read_text().count("in work_until") == 3)
+        wait_until(lambda: place.read_text().count("in work_until") == 3)
         texts.append(place.read_text())
         ends.write_text("done")
 
@@ -121,12 +112,12 @@ def test_sigquit_while_ranks_save_after_ctrl_c(tmp_path: Path) -> None:
 
     def ask() -> None:
         try:
-            soon(lambda: is_reached(never))
+            wait_until(lambda: is_reached(never))
             os.kill(os.getpid(), signal.SIGINT)
-            soon(lambda: is_reached(ends))
+            wait_until(lambda: is_reached(ends))
             os.kill(os.getpid(), signal.SIGQUIT)
             with suppress(AssertionError):
-                soon(lambda: place.exists() and place.read_text().count("in save_until") == 2, 5)
+                wait_until(lambda: place.exists() and place.read_text().count("in save_until") == 2, seconds=5)
                 texts.append(place.read_text())
         finally:
             never.write_text("over")
@@ -195,5 +186,5 @@ def test_under_torchrun_ranks_send_their_stacks(tmp_path: Path, started: list[su
     assert second.startswith(f"rank 1 ({socket.gethostname()}, process {started[1].pid})")
     assert "in hang_here" in second
     os.kill(started[1].pid, signal.SIGQUIT)
-    soon(lambda: place.read_text().count("in hang_here") == 2)
+    wait_until(lambda: place.read_text().count("in hang_here") == 2)
     assert started[1].poll() is None
