@@ -37,6 +37,11 @@ def omitted() -> bool:
     return _omitted.get()
 
 
+def weights_of(options: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return what the options of a model of Drivetrain's name as its weights: files, published ones, or None."""
+    return options.get("weights"), options.get("pretrained")
+
+
 def is_file_name(weights: str | Path) -> bool:
     """Not the name of published weights: by its suffix, or because it exists."""
     return isinstance(weights, Path) or Path(weights).suffix in SUFFIXES or Path(weights).exists()

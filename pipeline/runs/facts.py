@@ -17,6 +17,7 @@ from ...common.storage.addresses import stamp
 from ...loaders.sources import files_of
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan
+from ..models.weights import weights_of
 from ..telemetry.provenance import provenance
 from ..training.build import identity_of
 from ..training.model_identity import code_identity, digest
@@ -87,8 +88,7 @@ def _code(plan: ResolvedPlan) -> str:
 def _of_options(plan: ResolvedPlan) -> list[str]:
     """Return the files that options name: a model's weights, by the options of Drivetrain's models, and DeepSpeed's
     configuration. Published weights are none."""
-    own, how = plan.spec.model_options, plan.distribution.options
-    given = (own.get("weights"), own.get("pretrained"), how.get("config"))
+    given = (*weights_of(plan.spec.model_options), plan.distribution.options.get("config"))
     return [str(one) for one in given if isinstance(one, str | Path) and stamp(one)]
 
 

@@ -26,6 +26,7 @@ from ....common.storage.files import make_folder, write_file
 from ....common.table import Table, screen_width
 from ....loaders.sample_options import SampleOptions
 from ....loaders.sources import files_of
+from ...models.weights import weights_of
 from ...recipes.flat import PROSE
 from ...recipes.presets import DEFAULTS, completed, parse_overrides
 from ...runs.analysis.compare import RunSummary, read_run
@@ -211,8 +212,7 @@ def _train_all(
 def _weights(values: Mapping[str, Any]) -> list[str]:
     """Return the files of weights with which a run begins, of a run's folder only this one: reports and pictures may be
     added to it. The names of published weights have no stamp."""
-    own = values["model_options"]
-    given = (values["init_from"], own.get("weights"), own.get("pretrained"))
+    given = (values["init_from"], *weights_of(values["model_options"]))
     # An address stays as it is: a path would lose one of its slashes.
     return [str(Path(one, MODEL)) if Path(one).is_dir() else one for one in given if isinstance(one, str)]
 
